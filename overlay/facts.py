@@ -100,6 +100,9 @@ class Serving:
     kv_transfer: bool | None = None
     compilation_mode: int | None = None
     cudagraph_mode: str | None = None
+    cudagraph_capture_sizes: tuple[int, ...] | None = None  # as the user gave them, in any spelling; None: not given
+    max_cudagraph_capture_size: int | None = None  # the user's own; None: not given
+    performance_mode: str | None = None
     batch_invariant: bool | None = None
     quantization: str | None = None
 
