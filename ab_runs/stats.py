@@ -10,6 +10,7 @@ mirrored. The interval is Student's t on the residual degrees of freedom.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -87,6 +88,7 @@ def estimate(boots: Sequence[Boot], base: str, arm: str, confidence: float = 0.9
     return Effect(math.expm1(centre), low, high, confidence, noise, df, counts)
 
 
+@functools.cache
 def _t(confidence: float, df: int) -> float:
     from scipy.stats import t
 
