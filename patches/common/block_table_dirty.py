@@ -1,8 +1,8 @@
 """Copy a block table to the device only when it changed.
 
 The V1 runner copies ``num_reqs`` rows of every KV cache group's block table to the device each step, although in
-steady decode a row changes only when a request crosses a block boundary. This patch keeps, per table, the number of rows
-that the device is known to hold as the host has them, and skips the copy when that number is asked for again.
+steady decode a row changes only when a request crosses a block boundary. This patch keeps, per table, the number of
+rows that the device is known to hold as the host has them, and skips the copy when that number is asked for again.
 
 What can make the device differ from the host, and what is done about it:
 
@@ -22,8 +22,19 @@ from typing import Any
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
 
-_TABLE = "vllm.v1.worker.block_table:BlockTable"
-_SINCE_CLEAR_ROW = ">=0.23.0"
+_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
+
+
+def _seen(digests: str) -> dict[str, str]:
+    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
+    found: dict[str, str] = {}
+    last = ""
+    for release, digest in zip(_RELEASES, digests.split(), strict=True):
+        last = last if digest == "=" else digest
+        if last != "-":
+            found[f"vllm {release}"] = last
+    return found
+
 
 PATCH = Patch(
     id="block-table-dirty",
@@ -36,15 +47,56 @@ PATCH = Patch(
     remove_when="vLLM's V1 BlockTable tracks changes itself, or the V1 runner is gone",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(at=f"{_TABLE}.append_row", use="append_row"),
-        Target(at=f"{_TABLE}.add_row", use="forget"),
-        Target(at=f"{_TABLE}.clear_row", use="forget", versions=_SINCE_CLEAR_ROW),
-        Target(at=f"{_TABLE}.move_row", use="forget"),
-        Target(at=f"{_TABLE}.swap_row", use="forget"),
-        Target(at=f"{_TABLE}.clear", use="forget"),
-        Target(at=f"{_TABLE}.commit_block_table", use="commit"),
-        Target(at="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run", use="dummy_run"),
-        Target(at="vllm.v1.worker.gpu_worker:Worker.wake_up", use="wake_up"),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.append_row",
+            "append_row",
+            fingerprints=_seen("47d661189c76582c = = = 56fd9aa3f44ae56c ="),
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.add_row",
+            "forget",
+            fingerprints=_seen("fea7fe8abd959b27 = = = = ="),
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.clear_row",
+            "forget",
+            fingerprints=_seen("- 4ee1f4277d5ef8b6 = = = ="),
+            versions=">=0.23.0",
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.move_row",
+            "forget",
+            fingerprints=_seen("e1f95c12e39f2772 = = 231e002d9a7c798c = ="),
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.swap_row",
+            "forget",
+            fingerprints=_seen("fd7fbd1efcd388f0 = = = = ="),
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.clear",
+            "forget",
+            fingerprints=_seen("af8e40ebd8a65005 = = = = ="),
+        ),
+        Target(
+            "vllm.v1.worker.block_table:BlockTable.commit_block_table",
+            "commit",
+            fingerprints=_seen("2cef093ad4d7daea = = = = ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
+            use="dummy_run",
+            fingerprints=_seen(
+                "101137f3bf82dc18 22ca57cad1b2cb95 41bb07ba63f01894 eac293d7ea550839 4e60aad0b3f20d3f ="
+            ),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu_worker:Worker.wake_up",
+            use="wake_up",
+            fingerprints=_seen(
+                "1de47f213841b31d e2fa418ac735f997 2e5760d331c1796f 1911aa9ed3a80c5c 9b39c9098141d105 3b7649d91205bec8"
+            ),
+        ),
     ),
     condition=Condition(
         vllm=">=0.18.1,<0.34",

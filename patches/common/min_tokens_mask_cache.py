@@ -1,9 +1,9 @@
 """Keep the device index tensors of the min-tokens mask under speculative decoding.
 
 While a request is below its ``min_tokens``, ``MinTokensLogitsProcessor.apply_with_spec_decode`` builds the rows and
-stop tokens to mask in NumPy and copies both to the device, every step. They depend on nothing but the draft lengths and,
-per request, its index, how many of its rows to mask and its stop ids. That content is the key here, so an entry is right
-whenever it is found, whatever happened to the batch in between.
+stop tokens to mask in NumPy and copies both to the device, every step. They depend on nothing but the draft lengths
+and, per request, its index, how many of its rows to mask and its stop ids. That content is the key here, so an entry is
+right whenever it is found, whatever happened to the batch in between.
 """
 
 from __future__ import annotations
@@ -13,13 +13,27 @@ from typing import Any
 from overlay.runtime import Counters
 from overlay.spec import Check, Condition, Exactness, Kind, Patch, Target
 
+_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
+
+
+def _seen(digests: str) -> dict[str, str]:
+    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
+    found: dict[str, str] = {}
+    last = ""
+    for release, digest in zip(_RELEASES, digests.split(), strict=True):
+        last = last if digest == "=" else digest
+        if last != "-":
+            found[f"vllm {release}"] = last
+    return found
+
+
 PATCH = Patch(
     id="min-tokens-mask-cache",
     kind=Kind.CODE,
     summary="Keep the min-tokens mask's device indices under a key made of their content (V1, speculation)",
     why=(
-        "Every step with a request below min_tokens rebuilds the mask in NumPy and makes two copies to the device; up to "
-        "0.23.0 both come from pageable memory and wait for the device."
+        "Every step with a request below min_tokens rebuilds the mask in NumPy and makes two copies to the device; up "
+        "to 0.23.0 both come from pageable memory and wait for the device."
     ),
     remove_when="apply_with_spec_decode stops rebuilding its indices each step, or the V1 runner is gone",
     exactness=Exactness.BITWISE,
@@ -27,12 +41,19 @@ PATCH = Patch(
         Target(
             at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.apply_with_spec_decode",
             use="apply_with_spec_decode",
+            fingerprints=_seen("81564b885bdd5eb3 = 542158b7663063cb = dd21edeb42e0ecf8 ="),
         ),
     ),
     # update_state and add_request fix the layout of min_toks, which the key is read from.
     assumes=(
-        Target(at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request"),
-        Target(at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.__init__"),
+        Target(
+            at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request",
+            fingerprints=_seen("96fb1968e2cb2053 = = = 72402e7d4a0e3114 ="),
+        ),
+        Target(
+            at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.__init__",
+            fingerprints=_seen("59d6a2127def4802 = cb53d48a4d34da7b = 05d30c487272946f ="),
+        ),
     ),
     condition=Condition(
         vllm=">=0.18.1,<0.34",
