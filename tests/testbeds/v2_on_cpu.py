@@ -1,0 +1,23 @@
+"""The real V2 model runner on a machine without a GPU: its Triton kernels run in Triton's interpreter.
+
+Import before torch, Triton or vLLM, in a process of its own: whether a kernel is interpreted is decided when it is
+defined. vLLM asks Triton for an active backend (``vllm.triton_utils.importing``); a stand-in named ``cpu`` answers.
+What the interpreter cannot do: top-k and top-p sampling.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+from triton.backends import backends  # noqa: E402 - after the environment
+
+backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None))
