@@ -80,7 +80,13 @@ def main() -> None:
     for dtype, m, n, k in cells:
         for tile in candidates(m, n, k):
             for variant in (tile, replace(tile, pdl=True)):
-                jobs[variant, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (variant, dtype, m, n, k)
+                jobs[variant, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (
+                    variant,
+                    dtype,
+                    m,
+                    n,
+                    k,
+                )
     measure.precompile(list(jobs.values()), args.processes)
     print(f"{len(jobs)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
     awkward = check_awkward()
@@ -93,7 +99,15 @@ def main() -> None:
     print(machine, f"after {time.monotonic() - started:.0f} s", flush=True)
     bench = measure.Bench(args.dtype, max(n * k for n, k in shapes()))
     left = args.seconds - (time.monotonic() - started)
-    search.search(bench, cells, args.out / "sweep.jsonl", copy_gbs=copy, margin=0.02, seconds=left, say=lambda s: print(s, flush=True))
+    search.search(
+        bench,
+        cells,
+        args.out / "sweep.jsonl",
+        copy_gbs=copy,
+        margin=0.02,
+        seconds=left,
+        say=lambda s: print(s, flush=True),
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,140 @@
+"""The search for the best tile of each product, resumable, one line of JSON a product.
+
+A product is measured in three steps: every candidate once in the raw regime; the best few in the spaced regime too, with
+and without programmatic launch; the winner and the platform's own call in turns, in both regimes, with a check against
+float64. It is kept only where it is beyond the margin in both and its slowest repeat beats the original's fastest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from overlay.tune.candidates import candidates
+from patches._lib.gemm.table import Entry, Tile
+
+Cell = tuple[str, int, int, int]  # dtype, m, n, k
+ERROR_LIMIT = 1e-2  # relative; bf16 rounding of the result alone gives about 2e-3
+
+
+def limit_us(m: int, n: int, k: int, copy_gbs: float) -> float:
+    """Every operand moved once at the copy bandwidth; 2 bytes an element."""
+    return (n * k + m * k + m * n) * 2 / copy_gbs / 1e3
+
+
+def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: int = 3, pdl: bool = True) -> dict[str, Any]:
+    """One product measured: what was tried, the winner, whether it is kept and, if not, why."""
+    from overlay.tune import measure
+
+    dtype, m, n, k = cell
+    original = measure.original
+    before = min(bench.time(original, m, n, k, repeats=2))
+    tried: list[tuple[float, Tile]] = []
+    failed = []
+    for tile in candidates(m, n, k, bench.processors):
+        try:
+            tried.append((min(bench.time(measure.with_tile(tile), m, n, k, repeats=2)), tile))
+        except Exception as error:  # noqa: BLE001 - a tile this chip cannot run is a result, too
+            failed.append((str(tile), f"{type(error).__name__}: {str(error)[:120]}"))
+    record: dict[str, Any] = {"cell": cell, "original_us": before, "limit_us": limit_us(m, n, k, copy_gbs), "failed": failed}
+    if not tried:
+        return record | {"kept": False, "why": "no candidate ran"}
+    tried.sort(key=lambda item: item[0])
+    record["tried"] = [(round(us, 3), asdict(tile)) for us, tile in tried[:8]]
+    finalists = [tile for _, tile in tried[:best]]
+    finalists += [replace(tile, pdl=True) for tile in finalists] if pdl else []
+    small = min(bench.time(None, m, n, k, spaced=True))
+    spaced = {tile: statistics.median(bench.time(measure.with_tile(tile), m, n, k, spaced=True)) for tile in finalists}
+    winner = min(spaced, key=spaced.__getitem__)
+    record["finalists"] = [(round(us - small, 3), asdict(tile)) for tile, us in spaced.items()]
+    ours: dict[bool, list[float]] = {False: [], True: []}
+    theirs: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(2):
+        for regime in (False, True):
+            theirs[regime] += bench.time(original, m, n, k, spaced=regime)
+            ours[regime] += bench.time(measure.with_tile(winner), m, n, k, spaced=regime)
+    error, original_error, same_bits = bench.check(winner, m, n, k)
+    record |= {
+        "winner": asdict(winner), "us": statistics.median(ours[False]), "original_us": statistics.median(theirs[False]),
+        "spaced_us": statistics.median(ours[True]) - small, "original_spaced_us": statistics.median(theirs[True]) - small,
+        "small_us": small, "error": error, "original_error": original_error,
+    }  # fmt: skip
+    why = ""
+    if not same_bits:
+        why = "two runs differ"
+    elif not error <= min(ERROR_LIMIT, 2 * original_error + 1e-4):
+        why = f"error {error:.2e} against the original's {original_error:.2e}"
+    else:
+        for regime, name in ((False, "raw"), (True, "spaced")):
+            gain = 1 - statistics.median(ours[regime]) / statistics.median(theirs[regime])
+            if gain < margin or max(ours[regime]) >= min(theirs[regime]):
+                why = why or f"{name}: {gain:+.1%} is not beyond the margin of {margin:.0%}"
+    return record | {"kept": not why, "why": why}
+
+
+def search(
+    bench: Any, cells: Iterable[Cell], log: Path, *, copy_gbs: float, margin: float, seconds: float, say: Callable[[str], None] = print
+) -> list[dict[str, Any]]:
+    """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log."""
+    records = read_log(log)
+    done = {tuple(record["cell"]) for record in records}
+    cells = [cell for cell in cells if cell not in done]
+    start = time.monotonic()
+    with log.open("a", encoding="utf-8") as out:
+        for number, cell in enumerate(cells, 1):
+            if (spent := time.monotonic() - start) > seconds:
+                say(f"time is over after {spent:.0f} s: {len(cells) - number + 1} products not measured")
+                break
+            record = measure_cell(bench, cell, margin, copy_gbs)
+            records.append(record)
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            say(f"[{number}/{len(cells)} {spent:.0f}s] {describe(record)}")
+    return records
+
+
+def describe(record: dict[str, Any]) -> str:
+    dtype, m, n, k = record["cell"]
+    text = f"{dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
+    if "us" in record:
+        text += f", best {record['us']:.2f} ({short(Tile(**record['winner']))})"
+        text += f"; spaced {record['original_spaced_us']:.2f} -> {record['spaced_us']:.2f}"
+    return text + ("" if record["kept"] else f"; left out: {record['why']}")
+
+
+def short(tile: Tile) -> str:
+    text = f"{tile.kernel} {tile.bn}x{tile.bk} w{tile.warps} s{tile.stages}"
+    text += f" split{tile.split}" if tile.split > 1 else ""
+    return text + (" narrow" if tile.narrow else "") + (" pdl" if tile.pdl else "")
+
+
+def read_log(log: Path) -> list[dict[str, Any]]:
+    """Records of an earlier search; a last line cut off in the middle is dropped."""
+    records = []
+    if log.exists():
+        for line in log.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            record["cell"] = tuple(record["cell"])
+            records.append(record)
+    return records
+
+
+def entries(records: Iterable[dict[str, Any]]) -> list[Entry]:
+    """The table's entries: the records that were kept."""
+    return [
+        Entry(
+            *record["cell"], tile=Tile(**record["winner"]), us=round(record["us"], 2),
+            original_us=round(record["original_us"], 2), limit_us=round(record["limit_us"], 2),
+            error=float(f"{record['error']:.2e}"),
+        )
+        for record in records
+        if record["kept"]
+    ]  # fmt: skip
