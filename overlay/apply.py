@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -55,10 +55,18 @@ def resolve(patch: str, target: Target) -> Site:
             inherited = fingerprint.live(owner, name)  # raises where it is nowhere
             raise ApplyError(patch, target.at, f"inherited here; it is defined by {inherited.__qualname__}: name that")
         original = vars(owner)[name]
-        digest = fingerprint.of_live(original)
+        digest = fingerprint.of_live(_below(original))
     except fingerprint.MissingTarget as error:
         raise ApplyError(patch, target.at, f"missing in this build: {error}") from error
     return Site(target, owner, name, original, digest)
+
+
+def _below(value: Any) -> Any:
+    """What lies under the patches of ours that are stacked on an attribute."""
+    while getattr(value, MARK, None):
+        inner = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        value = inner.__wrapped__
+    return value
 
 
 def check_fingerprint(patch: str, target: Target, found: str, accept_drift: bool) -> str:
@@ -86,36 +94,37 @@ class Application:
         assumes: tuple[Target, ...] | None = None,
         options: Mapping[str, Any] | None = None,
         accept_drift: bool = False,
+        stacked_on: Iterable[str] = (),
     ) -> None:
         self.patch, self.module = patch, module
         self.targets = patch.targets if targets is None else targets
         self.assumes = patch.assumes if assumes is None else assumes
         self.options = {name: option.default for name, option in patch.options.items()} | dict(options or {})
         self.accept_drift = accept_drift
+        self.stacked_on = {*stacked_on, *patch.after}
         self.sites: list[Site] = []
         self.installed: list[tuple[Site, Any]] = []
-        self.fingerprints: dict[str, str] = {}
+        self.fingerprints: dict[str, str] = {}  # target -> digest of the live source below any patch of ours
+        self.builds: dict[str, str] = {}  # target -> the build that this digest was verified on
 
     def validate(self) -> None:
         """Resolve and fingerprint every target before anything changes. Raises ApplyError."""
         self.sites = []
         for target in self.targets:
             site = resolve(self.patch.id, target)
-            if getattr(site.original, MARK, None):
-                raise ApplyError(self.patch.id, target.at, f"already patched by {getattr(site.original, MARK)}")
-            check_fingerprint(self.patch.id, target, site.fingerprint, self.accept_drift)
-            self.fingerprints[target.at] = site.fingerprint
+            owner = getattr(site.original, MARK, None)
+            if owner is not None and owner not in self.stacked_on:
+                raise ApplyError(self.patch.id, target.at, f"patch {owner!r} owns it already")
+            self._check(target, site)
             if not callable(getattr(self.module, target.use, None)):
                 raise ApplyError(self.patch.id, target.at, f"the patch has no function {target.use!r}")
             self.sites.append(site)
         for target in self.assumes:
-            site = resolve(self.patch.id, target)
-            original = site.original
-            while getattr(original, MARK, None) and hasattr(original, "__wrapped__"):
-                original = original.__wrapped__  # another patch of ours sits there: look at what it wraps
-            digest = site.fingerprint if original is site.original else fingerprint.of_live(original)
-            check_fingerprint(self.patch.id, target, digest, self.accept_drift)
-            self.fingerprints[target.at] = digest
+            self._check(target, resolve(self.patch.id, target))
+
+    def _check(self, target: Target, site: Site) -> None:
+        self.builds[target.at] = check_fingerprint(self.patch.id, target, site.fingerprint, self.accept_drift)
+        self.fingerprints[target.at] = site.fingerprint
 
     def commit(self) -> None:
         """Install every replacement; on any failure put everything back. Raises ApplyError."""
@@ -146,8 +155,11 @@ class Application:
     def in_force(self) -> str | None:
         """None where every replacement is still in its place, else what is not."""
         for site, replacement in self.installed:
-            if vars(site.owner).get(site.name) is not replacement:
-                return f"{site.target.at} was replaced after the patch was applied"
+            value = vars(site.owner).get(site.name)
+            while value is not replacement:  # down through patches of ours that were stacked on top
+                if not getattr(value, MARK, None):
+                    return f"{site.target.at} was replaced after the patch was applied"
+                value = getattr(value, "__wrapped__", None)
         try:
             self._no_stale_binding()
         except ApplyError as error:
@@ -176,9 +188,7 @@ class Application:
         The specification lists such a module as a target of its own.
         """
         ours = {(id(site.owner), site.name) for site, _ in self.installed}
-        originals = {
-            id(site.original): site for site, _ in self.installed if isinstance(site.owner, ModuleType)
-        }
+        originals = {id(site.original): site for site, _ in self.installed if isinstance(site.owner, ModuleType)}
         if not originals:
             return
         for name, module in list(sys.modules.items()):

@@ -167,7 +167,24 @@ def _check_relations(entries: dict[str, Entry]) -> None:
             for other in getattr(patch, relation):
                 if other not in entries:
                     raise CatalogError(f"{entry.file}: patch {patch.id!r}: {relation}={other!r} is no patch")
+    _check_owners(entries)
     order(entries)
+
+
+def _check_owners(entries: dict[str, Entry]) -> None:
+    """Two patches on one target must say which stands on the other (``after``) or that they exclude each other."""
+    owners: dict[str, list[Patch]] = {}
+    for entry in entries.values():
+        for at in {target.at for target in entry.patch.targets}:
+            owners.setdefault(at, []).append(entry.patch)
+    for at, patches in owners.items():
+        for i, one in enumerate(patches):
+            for two in patches[i + 1 :]:
+                if not ({one.id} & {*two.after, *two.conflicts} or {two.id} & {*one.after, *one.conflicts}):
+                    raise CatalogError(
+                        f"two owners of one target: {one.id!r} ({entries[one.id].file}) and {two.id!r} "
+                        f"({entries[two.id].file}) both patch {at}; one must name the other in after= or conflicts="
+                    )
 
 
 def order(entries: dict[str, Entry]) -> list[str]:

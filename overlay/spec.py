@@ -162,6 +162,8 @@ class Patch:
         A path that does not exist in the live worker means: not in force.
     after_call: ``module:qualname`` of a function after whose first return the patch is applied, in place of the
         import of its targets (a platform that patches itself late).
+    advert: name of a function ``(facts) -> str | None`` in the module: one line on what the patch measured to bring on this
+        hardware and model, printed at a start whose settings leave it off.
     default: whether ``profile: auto`` switches it on where it applies and the class of exactness allows it.
     verified: ``"real"`` where it ran on the hardware it is for, ``"simulated"`` where it did not.
     tests, measured: where its test and its measured effect are (paths in the checkout).
@@ -185,6 +187,7 @@ class Patch:
     process: str = WORKER
     live: tuple[str, ...] = ()
     after_call: str = ""
+    advert: str = ""
     default: bool = True
     verified: str = "real"
     tests: str = ""

@@ -1,0 +1,1 @@
+"""What runs in every interpreter of a launched server. This folder itself is what PYTHONPATH gains."""
