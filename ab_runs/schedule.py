@@ -38,6 +38,18 @@ def slots(spec: Spec) -> list[Slot]:
     return [Slot(index, arm, index // len(one)) for index, arm in enumerate(one * passes)]
 
 
+def answering(spec: Spec) -> set[int]:
+    """Indices of the boots that answer the exactness protocol: spread over each arm's boots, first and last included."""
+    chosen: set[int] = set()
+    for name in spec.arms:
+        mine = [slot.index for slot in slots(spec) if slot.arm == name]
+        wanted = min(spec.exactness.boots, len(mine))
+        if wanted == 1:
+            chosen.add(mine[0])
+        chosen |= {mine[round(i * (len(mine) - 1) / (wanted - 1))] for i in range(wanted)} if wanted > 1 else set()
+    return chosen
+
+
 # Assumed where nothing was measured yet, in seconds; they only serve the estimate that --dry-run prints.
 BOOT, PER_TOKEN, CLIENT = 60.0, 0.05, 15.0
 
@@ -55,7 +67,7 @@ def describe(spec: Spec, measured: Sequence[float] = ()) -> str:
     all_slots = slots(spec)
     load = spec.workload
     length = f"{load.input_range[0]}-{load.input_range[1]}" if load.input_range else str(load.input_len)
-    answering = {name: [s.index for s in all_slots if s.arm == name][: spec.exactness.boots] for name in spec.arms}
+    asked = answering(spec)
     lines = [
         f"{spec.name}: {len(all_slots)} boots, order {spec.order}",
         "arms: " + ", ".join(f"{name}{' (base)' if name == spec.base else ''}" for name in spec.arms),
@@ -66,7 +78,7 @@ def describe(spec: Spec, measured: Sequence[float] = ()) -> str:
     ]
     total = 0.0
     for slot in all_slots:
-        answers = spec.exactness.count if slot.index in answering[slot.arm] else 0
+        answers = spec.exactness.count if slot.index in asked else 0
         took = sum(measured) / len(measured) if measured else seconds(spec, answers)
         lines.append(
             f"  {slot.index:3d}  block {slot.block}  {slot.arm}" + (f"  + {answers} answers" if answers else "")

@@ -6,7 +6,7 @@
     env: {VLLM_CPU_KVCACHE_SPACE: "1"}
     arms:                            # the first one is the base
       stock: "off"
-      spine: {config: "off", patches: [+block-table-dirty]}
+      spine: {only: [block-table-dirty]}
     workload: {preset: 512-128-c1, requests: 8}
     order: ABBA
     boots: 4                         # per arm
@@ -58,12 +58,13 @@ class Arm(_Part):
     """One patch set.
 
     config: the launcher's YAML (a path beside the spec or a name in ``configs/``), ``off`` for the stock server, or
-    nothing for what the launcher chooses by itself. patches: toggles on top of it (``+id``, ``-id``). launch:
-    ``launch.py``, or ``vllm`` for the build's own ``vllm serve``.
+    nothing for what the launcher chooses by itself. patches: toggles on top of it (``+id``, ``-id``). only: exactly
+    these patches and no other. launch: ``launch.py``, or ``vllm`` for the build's own ``vllm serve``.
     """
 
     config: str | None = None
     patches: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
     exactness: Literal["bitwise", "batch", "rounding"] | None = None
     launch: Literal["launch.py", "vllm"] = "launch.py"
 
@@ -87,13 +88,26 @@ class Arm(_Part):
                 raise ValueError(
                     f"patches: {toggle!r} is no toggle: write +id to switch a patch on, -id to switch it off"
                 )
-        if self.launch == "vllm" and (self.patches or self.exactness or self.config not in (None, "off")):
+        if self.only is not None:
+            if self.patches or self.config == "off":
+                raise ValueError("only: names the whole set, so it goes neither with patches nor with config: off")
+            for name in self.only:
+                if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+                    raise ValueError(f"only: {name!r} is no patch id")
+        if self.config == "off" and self.patches:
+            raise ValueError("patches: config off switches every patch off; use only: [ids] for exactly these patches")
+        if self.launch == "vllm" and (self.patches or self.only or self.exactness or self.config not in (None, "off")):
             raise ValueError("launch: vllm is the stock server; it takes no config and no patches")
         return self
 
     @property
     def stock(self) -> bool:
-        return self.launch == "vllm" or (self.config == "off" and not self.patches)
+        return self.launch == "vllm" or self.config == "off"
+
+    @property
+    def wanted(self) -> set[str]:
+        """The patches that the arm switches on by name."""
+        return {toggle[1:] for toggle in self.patches if toggle[0] == "+"} | set(self.only or ())
 
 
 class Workload(_Part):
@@ -214,7 +228,8 @@ class Spec(_Part):
                 raise ValueError(f"arms: {name!r} is no name: lower-case letters, digits, dots, dashes")
         seen: dict[Any, str] = {}
         for name, arm in self.arms.items():
-            key = "stock" if arm.stock else (arm.config, frozenset(arm.patches), arm.exactness)
+            only = None if arm.only is None else frozenset(arm.only)
+            key = "stock" if arm.stock else (arm.config, frozenset(arm.patches), only, arm.exactness)
             if key in seen:
                 raise ValueError(
                     f"arms: {seen[key]!r} and {name!r} are equal, so there is nothing to compare. "

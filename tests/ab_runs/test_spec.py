@@ -12,7 +12,7 @@ from ab_runs.spec import SPECS, SpecError, Workload, load, parse, shipped
 GOOD = {
     "name": "demo",
     "model": "model-folder",
-    "arms": {"stock": "off", "patched": {"config": "off", "patches": ["+block-table-dirty"]}},
+    "arms": {"stock": "off", "patched": {"only": ["block-table-dirty"]}},
     "workload": {"preset": "512-128-c1"},
 }
 
@@ -49,6 +49,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_one():
         ({"a": "off", "b": ["x"]}, "'x' is no toggle"),
         ({"a": "off", "B!": ["+x"]}, "'B!' is no name"),
         ({"a": "off", "b": {"launch": "vllm", "patches": ["+x"]}}, "takes no config and no patches"),
+        ({"a": "off", "b": {"config": "off", "patches": ["+x"]}}, "use only: [ids] for exactly these"),
+        ({"a": "off", "b": {"only": ["x"], "patches": ["+y"]}}, "only: names the whole set"),
+        ({"a": "off", "b": {"only": ["+x"]}}, "'+x' is no patch id"),
+        ({"a": {"only": ["x", "y"]}, "b": {"only": ["y", "x"]}}, "'a' and 'b' are equal"),
         ({"a": "off", "b": "no-such-file.yaml"}, "arms.b.config: no file 'no-such-file.yaml'"),
     ],
 )

@@ -1,0 +1,5 @@
+import sys
+
+from ab_runs.cli import main
+
+sys.exit(main())
