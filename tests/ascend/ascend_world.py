@@ -47,7 +47,7 @@ def _single_rank_groups() -> None:
     """Real coordinators of one rank, over gloo: tensor, pipeline, and both kinds of context parallelism."""
     import tempfile
 
-    from vllm.config import set_current_vllm_config, VllmConfig
+    from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
     store = tempfile.NamedTemporaryFile(delete=False)  # noqa: SIM115 - it lives as long as the process

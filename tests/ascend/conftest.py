@@ -23,6 +23,7 @@ if TESTBED:
     os.environ.update(
         CUDA_VISIBLE_DEVICES="",  # with the interpreter on, vLLM then keeps Triton although there is no driver
         OMP_NUM_THREADS="1",
+        TORCHDYNAMO_DISABLE="1",  # functions compiled by decorators run as they are
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
         TRITON_INTERPRET="1",
         VLLM_LOGGING_LEVEL="WARNING",

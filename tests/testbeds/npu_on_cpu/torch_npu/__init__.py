@@ -107,9 +107,7 @@ _C = make_module(
 _C._distributed_c10d = make_module("torch_npu._C._distributed_c10d", ProcessGroupHCCL=_ProcessGroupHCCL)
 profiler = make_module("torch_npu.profiler")
 profiler.__getattr__ = missing_getattr("torch_npu.profiler")
-profiler.dynamic_profile = make_module(
-    "torch_npu.profiler.dynamic_profile", init=lambda *_: None, step=lambda: None
-)
+profiler.dynamic_profile = make_module("torch_npu.profiler.dynamic_profile", init=lambda *_: None, step=lambda: None)
 op_plugin = make_module("torch_npu.op_plugin")
 make_module("torch_npu.op_plugin.atb")
 make_module("torch_npu.op_plugin.atb._atb_ops", _register_atb_extensions=lambda: None)

@@ -50,9 +50,7 @@ def npu_top_k_top_p(logits: torch.Tensor, p: torch.Tensor | None = None, k: torc
     return apply_top_k_top_p_pytorch(logits, k, p)
 
 
-def npu_rotary_mul(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_mode: str = "half"
-) -> torch.Tensor:
+def npu_rotary_mul(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_mode: str = "half") -> torch.Tensor:
     if rotary_mode == "interleave":
         turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     else:

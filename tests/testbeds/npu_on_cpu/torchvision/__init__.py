@@ -1,4 +1,4 @@
-"""Import-only stand-in: transformers' image processors name things from torchvision, whose wheels belong to another torch.
+"""Import-only stand-in: transformers names things from torchvision, whose wheels belong to another torch.
 
 Any submodule and any public name exists; a class of it that is called raises.
 """
