@@ -13,7 +13,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -93,6 +92,7 @@ class _Reader:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.kwargs: dict[tuple[Path, str], dict[str, dict[str, Any]]] = {}
         self.trees: dict[Path, ast.Module | None] = {}
         self.arguments: list[Argument] = []
         self.inverse = False
@@ -208,9 +208,10 @@ class _Reader:
         """``x = get_kwargs(C)``, ``x = y["field"]``, ``x["field"]["type"] = ...``; anything else has no part in the grammar."""
         target, value = node.targets[0], node.value
         if isinstance(target, ast.Name):
-            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "get_kwargs":
-                config = value.args[0].id  # type: ignore[attr-defined]
+            if config := _get_kwargs(value):
                 scope[target.id] = self._config_kwargs(path, tree, config)
+            elif isinstance(value, ast.Subscript) and (config := _get_kwargs(value.value)):
+                scope[target.id] = self._config_kwargs(path, tree, config).get(_constant(value.slice), {})
             elif isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in scope:
                 scope[target.id] = scope[value.value.id].get(_constant(value.slice), {})
         elif isinstance(target, ast.Subscript):
@@ -221,10 +222,14 @@ class _Reader:
                 _set(scope[inner.value.id].get(_constant(inner.slice), {}), _constant(target.slice), value)
 
     def _config_kwargs(self, path: Path, tree: ast.Module, config: str) -> dict[str, dict[str, Any]]:
+        """field -> argparse's keywords, of one configuration class; a copy, because the caller changes them."""
+        if (path, config) in self.kwargs:
+            return {name: dict(values) for name, values in self.kwargs[path, config].items()}
         kwargs: dict[str, dict[str, Any]] = {}
         for file, owner, definition in self._class_chain(path, tree, config):
             for name, annotation in _fields(definition):
                 kwargs[name] = self._kwargs(file, owner, annotation, name)
+        self.kwargs[path, config] = {name: dict(values) for name, values in kwargs.items()}
         return kwargs
 
     def _class_chain(self, path: Path, tree: ast.Module, name: str) -> list[tuple[Path, ast.Module, ast.ClassDef]]:
@@ -235,9 +240,9 @@ class _Reader:
         file, owner, definition = found
         chain = []
         for base in definition.bases:
-            if isinstance(base, ast.Name) and (above := self._find(file, owner, base.id)):
-                if isinstance(above[2], ast.ClassDef):
-                    chain += self._class_chain(file, owner, base.id)
+            above = self._find(file, owner, base.id) if isinstance(base, ast.Name) else None
+            if above is not None and isinstance(above[2], ast.ClassDef):
+                chain += self._class_chain(file, owner, base.id)  # type: ignore[attr-defined]
         return [*chain, (file, owner, definition)]
 
     def _find(self, path: Path, tree: ast.Module, name: str, depth: int = 0) -> tuple[Path, ast.Module, ast.AST] | None:
@@ -380,14 +385,16 @@ for text, action in parser._option_string_actions.items():
 found = []
 for action in parser._actions:
     if id(action) in strings:
-        sort = type(action)
         if isinstance(action, argparse._HelpAction): verb = "help"
         elif isinstance(action, argparse.BooleanOptionalAction): verb = "on/off"
         elif isinstance(action, argparse._StoreTrueAction): verb = "on"
         elif isinstance(action, argparse._StoreFalseAction): verb = "off"
         elif isinstance(action, argparse._AppendAction): verb = "append"
         else: verb = "store"
-        found.append([action.dest, strings[id(action)], getattr(action.type, "__qualname__", ""), action.nargs, verb])
+        sort = action.type
+        while getattr(sort, "__closure__", None) and "_type" in sort.__qualname__:
+            sort = next((c.cell_contents for c in sort.__closure__ if callable(c.cell_contents)), None)
+        found.append([action.dest, strings[id(action)], getattr(sort, "__qualname__", ""), action.nargs, verb])
 print("GRAMMAR" + json.dumps(found))
 """
 
@@ -397,6 +404,8 @@ def from_parser(python: str, environ: Mapping[str, str], seconds: float = 120) -
 
     Takes as long as importing vLLM. The kinds of values are as good as the names of the parser's converters tell.
     """
+    import subprocess
+
     try:
         done = subprocess.run(
             [python, "-c", _ASK], env=dict(environ), capture_output=True, text=True, timeout=seconds, check=False
@@ -491,6 +500,13 @@ def _is_add_cli_args(node: ast.AST, owner: str) -> bool:
     )
 
 
+def _get_kwargs(node: ast.AST) -> str:
+    """The class in ``get_kwargs(Class)``; "" for anything else."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "get_kwargs":
+        return node.args[0].id if node.args and isinstance(node.args[0], ast.Name) else ""
+    return ""
+
+
 def _attribute(call: ast.Call) -> str:
     return call.func.attr if isinstance(call.func, ast.Attribute) else ""
 
@@ -507,11 +523,12 @@ def _class(tree: ast.Module, name: str) -> ast.ClassDef:
 
 
 def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Statements of the module, those under ``if TYPE_CHECKING`` and ``try`` included."""
+    """Statements of the module that run when it is imported, those under ``if`` and ``try`` included."""
     for node in tree.body:
         yield node
         if isinstance(node, ast.If):
-            yield from node.body
+            if getattr(node.test, "id", getattr(node.test, "attr", "")) != "TYPE_CHECKING":
+                yield from node.body
             yield from node.orelse
         elif isinstance(node, ast.Try):
             yield from node.body
@@ -526,8 +543,8 @@ def _in_order(function: ast.FunctionDef) -> Iterator[ast.AST]:
 def _fields(definition: ast.ClassDef) -> Iterator[tuple[str, ast.expr]]:
     for node in definition.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            text = ast.unparse(node.annotation)
-            if not text.startswith(("ClassVar", "InitVar", "typing.ClassVar")):
+            outer = node.annotation.value if isinstance(node.annotation, ast.Subscript) else node.annotation
+            if getattr(outer, "id", getattr(outer, "attr", "")) not in ("ClassVar", "InitVar"):
                 yield node.target.id, node.annotation
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 
@@ -174,8 +173,10 @@ def detect(argv: Sequence[str] | None, environ: Mapping[str, str]) -> Facts:
     return look(argv, environ).facts
 
 
-def load_facts(path: str | Path) -> Facts:
+def load_facts(path: str) -> Facts:
     """Facts from a JSON or YAML file, in place of detection. What it leaves out is unknown. Raises FactsError."""
+    from pathlib import Path
+
     from overlay.facts_file import read
 
     return read(Path(path))

@@ -113,12 +113,15 @@ def _checked(file: str, where: str, value: Any, hint: Any) -> Any:
         raise FactsError(f"{file}: {where}: expected {_expected(options)}, found nothing")
     for option in options:
         origin = typing.get_origin(option) or option
-        if origin is tuple and isinstance(value, (list, tuple)) and all(isinstance(entry, str) for entry in value):
-            return tuple(value)
+        if origin is tuple and isinstance(value, (list, tuple)):
+            kind = typing.get_args(option)[0]
+            if all(isinstance(entry, kind) and not isinstance(entry, bool) for entry in value):
+                return tuple(value)
         if origin in (Mapping, typing.get_origin(Mapping[str, str])) and isinstance(value, Mapping):
             if typing.get_args(option)[1] is str:
                 return _strings(file, where, value)
-            return {str(key): _checked(file, f"{where}.{key}", entry, typing.get_args(option)[1]) for key, entry in value.items()}
+            inner = typing.get_args(option)[1]
+            return {str(key): _checked(file, f"{where}.{key}", entry, inner) for key, entry in value.items()}
         if origin in (bool, str) and isinstance(value, origin):
             return value
         if origin is int and isinstance(value, int) and not isinstance(value, bool):
@@ -142,8 +145,9 @@ def _strings(file: str, where: str, content: Any) -> dict[str, str]:
 
 
 def _expected(options: tuple[Any, ...]) -> str:
-    names = {str: "a text", int: "a whole number", bool: "true or false", types.NoneType: "nothing", tuple: "a list of texts"}
-    said = [names.get(typing.get_origin(option) or option, "a table") for option in options if option is not types.NoneType]
+    names = {str: "a text", int: "a whole number", bool: "true or false", tuple[str, ...]: "a list of texts"}
+    names[tuple[int, ...]] = "a list of whole numbers"
+    said = [names.get(option, "a table") for option in options if option is not types.NoneType]
     return " or ".join(said)
 
 

@@ -36,10 +36,6 @@ def platform_of(arch: str | None, vendor: int | None = None, build: Build | None
     return "rocm"
 
 
-def present(root: Path) -> bool:
-    return (root / "dev/kfd").exists()
-
-
 def find(root: Path, environ: Mapping[str, str], build: Build | None = None) -> tuple[Hardware, dict[str, str]]:
     """The devices that a process under ``environ`` may see. Where they differ, what differs is unknown."""
     devices, source, problem = _topology(root), "KFD topology", ""

@@ -1,8 +1,8 @@
 """Huawei Ascend NPUs, through the PCI devices that the kernel lists and, for the exact name, npu-smi.
 
-Names in use: ``Ascend910B4-1``, ``Ascend910_9362`` (sold as 910C, the A3 generation), ``910B2C``, ``Ascend310P3``, and a bare ``Ascend910``,
-which the tools print for the first 910 and for the A3 alike. Live hardware decides; SOC_VERSION is a variable of the build,
-set in an image long ago, and only worth a remark.
+Names in use: ``Ascend910B4-1``, ``Ascend910_9362`` (sold as 910C, the A3 generation), ``910B2C``, ``Ascend310P3``, and a
+bare ``Ascend910``, which the tools print for the first 910 and for the A3 alike. Live hardware decides; SOC_VERSION is a
+variable of the build, set in an image long ago, and only worth a remark.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ def arch_of(name: str) -> str | None:
     if text.startswith("310"):
         return "ascend310"
     return None
-
-
-def present(root: Path) -> bool:
-    return (root / "dev/davinci_manager").exists() or any(_nodes(root))
 
 
 def _nodes(root: Path) -> list[int]:

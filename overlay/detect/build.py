@@ -6,8 +6,6 @@ none. Nothing is imported.
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import importlib.util
 import json
 import re
@@ -15,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 from overlay import versions
 from overlay.detect.distributions import Distribution, entry_points, installed, normal, records
@@ -149,6 +146,8 @@ def _editable(distribution: Distribution, root: Path) -> bool:
     text = distribution.text("direct_url.json")
     if "editable" not in text:
         return False
+    from urllib.parse import unquote, urlparse
+
     try:
         content = json.loads(text)
         url = urlparse(content["url"])
@@ -163,6 +162,9 @@ def _editable(distribution: Distribution, root: Path) -> bool:
 
 def _files_fit(distribution: Distribution, root: Path) -> bool:
     """Whether the files on disk are the ones that this distribution installed, by the hashes in its RECORD."""
+    import base64
+    import hashlib
+
     listed = records(distribution, _SIGNS)
     for file, field in listed.items():
         method, _, expected = field.partition("=")
@@ -183,8 +185,7 @@ def _own_version(root: Path) -> str | None:
         text = (root / "_version.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
-    found = re.search(r"""^(?:__version__\s*=\s*)?(?:version\s*=\s*)?(?:__version__\s*=\s*)?['"]([^'"]+)['"]""", text, re.M)
-    found = found or re.search(r"""^__version__[^=\n]*=[^'"\n]*['"]([^'"]+)['"]""", text, re.M)
+    found = re.search(r"""^__version__[^=\n]*=[^'"\n]*['"]([^'"]+)['"]""", text, re.M)
     return found[1] if found else None
 
 

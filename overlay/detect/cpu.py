@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import platform
+import os
 import re
 from pathlib import Path
 
@@ -11,7 +11,10 @@ from overlay.facts import Hardware
 # The widest first: what vLLM's CPU kernels are built for.
 _X86 = (("amx", "amx_tile"), ("avx512", "avx512f"), ("avx2", "avx2"), ("avx", "avx"), ("sse4", "sse4_2"))
 _ARM = (("sve2", "sve2"), ("sve", "sve"), ("neon", "asimd"))
-WORTH_NAMING = ("amx_bf16", "amx_int8", "amx_tile", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx2", "bf16", "i8mm", "sve", "sve2", "asimd")
+WORTH_NAMING = (
+    *("amx_bf16", "amx_int8", "amx_tile", "avx512f", "avx512_bf16", "avx512_vnni", "avx512_fp16", "avx2"),
+    *("bf16", "i8mm", "sve", "sve2", "asimd"),
+)
 
 
 def find(root: Path) -> tuple[Hardware, dict[str, str]]:
@@ -29,7 +32,7 @@ def find(root: Path) -> tuple[Hardware, dict[str, str]]:
     flags = set(field("flags", "Features", "isa").split())
     arch = next((name for name, flag in (*_X86, *_ARM) if flag in flags), None)
     if arch is None:
-        arch = platform.machine() or None
+        arch = os.uname().machine or None
     name = field("model name", "Model Name", "cpu model", "cpu", "uarch") or None
     if name is None:
         unknown["hardware.name"] = "/proc/cpuinfo has no model name"

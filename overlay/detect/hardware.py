@@ -6,14 +6,14 @@ outside program runs unless the vendor's device node is there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from overlay.detect import amd, ascend, cpu, nvidia
 from overlay.facts import Build, Hardware
 
+NVIDIA = ("dev/nvidiactl", "dev/nvidia0", "dev/dxg", "proc/driver/nvidia")
 # Device nodes of accelerators that are named and have no patches here.
 OTHERS = (
     ("musa", ("dev/mtgpu.0", "dev/mtgpu_host"), "Moore Threads"),
@@ -23,14 +23,6 @@ OTHERS = (
     ("gaudi", ("sys/class/accel/accel0/device/hwmon_pci_dev", "dev/hl0"), "Intel Gaudi"),
     ("tpu", ("dev/vfio/0", "dev/accel0"), "TPU"),
 )
-
-
-@dataclass
-class Seen:
-    """What one vendor's module found: the facts, and why others are unknown."""
-
-    hardware: Hardware | None = None
-    unknown: dict[str, str] = field(default_factory=dict)
 
 
 def find_hardware(
@@ -43,12 +35,12 @@ def find_hardware(
     """
     root = Path(machine)
     if reason := _cpu_build(build, environ):
-        hardware, unknown = _look(cpu.find, root, "cpu")
-        return _with(hardware, source=f"{hardware.source}; {reason}"), unknown
-    order = [
-        ("ascend", lambda at: ascend.find(at, environ), ascend.present(root)),
-        ("rocm", lambda at: amd.find(at, environ, build), amd.present(root)),
-        ("cuda", lambda at: nvidia.find(at, environ, nvml), nvml is not None or nvidia.present(root)),
+        hardware, unknown = _look(_cpu, root, "cpu")
+        return replace(hardware, source=f"{hardware.source}; {reason}"), unknown
+    order: list[tuple[str, Callable[[Path], Any], bool]] = [
+        ("ascend", lambda at: _ascend(at, environ), _any(root, "dev/davinci_manager", "dev/davinci0", "dev/davinci1")),
+        ("rocm", lambda at: _amd(at, environ, build), _any(root, "dev/kfd")),
+        ("cuda", lambda at: _nvidia(at, environ, nvml), nvml is not None or _any(root, *NVIDIA)),
     ]
     if _hint(build) == "cuda":
         order.reverse()
@@ -59,11 +51,41 @@ def find_hardware(
         node = next((name for name in nodes if (root / name).exists()), None)
         if node:
             reason = f"{vendor} hardware is named and not looked into"
-            return Hardware(platform=platform, name=vendor, source=f"/{node}"), {"hardware.arch": reason, "hardware.count": reason}
-    return _look(cpu.find, root, "cpu")
+            unknown = {"hardware.arch": reason, "hardware.count": reason}
+            return Hardware(platform=platform, name=vendor, source=f"/{node}"), unknown
+    return _look(_cpu, root, "cpu")
 
 
-def _look(find: Any, root: Path, platform: str) -> tuple[Hardware, dict[str, str]]:
+def _any(root: Path, *names: str) -> bool:
+    return any((root / name).exists() for name in names)
+
+
+# Loaded when they are wanted: they bring ctypes and subprocess along.
+def _ascend(root: Path, environ: Mapping[str, str]) -> tuple[Hardware, dict[str, str]]:
+    from overlay.detect import ascend
+
+    return ascend.find(root, environ)
+
+
+def _amd(root: Path, environ: Mapping[str, str], build: Build) -> tuple[Hardware, dict[str, str]]:
+    from overlay.detect import amd
+
+    return amd.find(root, environ, build)
+
+
+def _nvidia(root: Path, environ: Mapping[str, str], library: Any) -> tuple[Hardware, dict[str, str]]:
+    from overlay.detect import nvidia
+
+    return nvidia.find(root, environ, library)
+
+
+def _cpu(root: Path) -> tuple[Hardware, dict[str, str]]:
+    from overlay.detect import cpu
+
+    return cpu.find(root)
+
+
+def _look(find: Callable[[Path], Any], root: Path, platform: str) -> tuple[Hardware, dict[str, str]]:
     try:
         return find(root)
     except Exception as error:  # a driver's oddity must not keep a server from starting
@@ -85,9 +107,3 @@ def _hint(build: Build) -> str:
     if build.vendor in ("hygon", "rocm") or "rocm" in (build.torch or "") or "das" in (build.torch or ""):
         return "rocm"
     return "cuda" if "+cu" in (build.torch or "") else ""
-
-
-def _with(hardware: Hardware, **changes: Any) -> Hardware:
-    from dataclasses import replace
-
-    return replace(hardware, **changes)

@@ -1,7 +1,7 @@
 """The model, from its ``config.json``: in a folder, or in the Hugging Face cache. Never from the network.
 
-The numbers are read as vLLM's ``ModelArchConfigConvertorBase`` reads them, from the text model where the configuration is nested.
-What a model class says of itself (hybrid, M-RoPE, multimodal) is read off the release's own sources.
+The numbers are read as vLLM's ``ModelArchConfigConvertorBase`` reads them, from the text model where the configuration is
+nested. What a model class says of itself (hybrid, M-RoPE, multimodal) is read off the release's own sources.
 """
 
 from __future__ import annotations

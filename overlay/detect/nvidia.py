@@ -32,10 +32,6 @@ class _Attributes(ctypes.Structure):
     ]
 
 
-def present(root: Path) -> bool:
-    return any((root / name).exists() for name in ("dev/nvidiactl", "dev/nvidia0", "dev/dxg", "proc/driver/nvidia"))
-
-
 class _Nvml:
     """The few NVML calls that are needed. Each raises NvmlError with NVML's code."""
 

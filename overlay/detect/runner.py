@@ -1,13 +1,12 @@
 """Which model runner, V1 or V2, a release chooses for a model and its flags.
 
 The choice is ``VllmConfig.use_v2_model_runner``. Its rules changed with nearly every release, so the installed source decides
-which of the rules below apply: the property and its helpers are compared with those that the rules were written from. A source that
-none of them fits makes the runner unknown, unless VLLM_USE_V2_MODEL_RUNNER settles it.
+which of the rules below apply: the property and its helpers are compared with those that the rules were written from. A
+source that none of them fits makes the runner unknown, unless VLLM_USE_V2_MODEL_RUNNER settles it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +58,8 @@ class Answer:
 
 def source_digest(root: str | Path) -> str | None:
     """Digest of the code that makes the choice; "" where the release has no such property, None where it cannot be read."""
+    import hashlib
+
     try:
         text = (Path(root) / "config/vllm.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -106,12 +107,10 @@ def choose(question: Question) -> Answer:
         return Answer(V2 if forced else V1, f"{VARIABLE}={int(forced)}")
     if release is None:
         return Answer(None, f"{build.root}/config/vllm.py chooses by a rule that is none of the known releases'")
-    if release in ("0.26.0", "0.28.0"):
-        if (answer := _only_v2(question, release)) is not None:
-            return answer
-    if release in ("0.23.0", "0.26.0", "0.28.0"):
-        if (answer := _default_model(question, release)) is not None:
-            return answer
+    if release in ("0.26.0", "0.28.0") and (answer := _only_v2(question, release)) is not None:
+        return answer
+    if release in ("0.23.0", "0.26.0", "0.28.0") and (answer := _default_model(question, release)) is not None:
+        return answer
     triton = has_triton(build, question.hardware)
     if triton is False:
         return Answer(V1, f"V2 needs Triton, and this build has none for {question.hardware.platform} (rule of {release})")

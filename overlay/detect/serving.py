@@ -1,7 +1,7 @@
 """What the server will run with: the user's arguments over the release's defaults.
 
-A default that depends on something unknown is unknown. Sources: ``EngineArgs.create_engine_config``, ``VllmConfig.__post_init__`` and
-``get_batch_defaults`` of vLLM 0.18.1 to 0.33.0.
+A default that depends on something unknown is unknown. Sources: ``EngineArgs.create_engine_config``,
+``VllmConfig.__post_init__`` and ``get_batch_defaults`` of vLLM 0.18.1 to 0.33.0.
 """
 
 from __future__ import annotations
@@ -75,6 +75,9 @@ class _Finder:
             kv_transfer=bool(kv) or self.get("kv_offloading_size") is not None,
             compilation_mode=compilation,
             cudagraph_mode=graphs,
+            cudagraph_capture_sizes=self._sizes(),
+            max_cudagraph_capture_size=self.whole("compilation_config.max_cudagraph_capture_size", None),
+            performance_mode=self.get("performance_mode") or self._default_performance_mode(),
             batch_invariant=self._flag("VLLM_BATCH_INVARIANT"),
             quantization=self.get("quantization") or self.model.quantization,
         )
@@ -155,10 +158,22 @@ class _Finder:
             graphs = "FULL" if self.get("compilation_config.cudagraph_mode") and graphs == "FULL_AND_PIECEWISE" else "NONE"
         if graphs is None:
             self.unknown["serving.cudagraph_mode"] = "the platform sets its own"
-        if mode is None or self._own_platform():
-            if mode is None:
-                self.unknown["serving.compilation_mode"] = "the platform or the optimisation level sets it"
+        if mode is None:
+            self.unknown["serving.compilation_mode"] = "the platform or the optimisation level sets it"
         return mode, graphs
+
+    def _sizes(self) -> tuple[int, ...] | None:
+        """The user's capture sizes in tokens; None where the user gave none."""
+        given = self.get("compilation_config.cudagraph_capture_sizes")
+        if isinstance(given, (list, tuple)) and all(isinstance(size, int) for size in given):
+            return tuple(given)
+        return None
+
+    def _default_performance_mode(self) -> str | None:
+        if "performance_mode" in self.args.grammar.by_dest:
+            return "balanced"
+        self.unknown["serving.performance_mode"] = "this release has no such option"
+        return None
 
     def _own_platform(self) -> bool:
         return "vllm.platform_plugins" in self.build.entry_points or bool(self.build.plugins)
@@ -306,9 +321,7 @@ class _Finder:
                     return False
                 if v1_rules and method and self.get("speculative_config.disable_padded_drafter_batch"):
                     return False
-                if new and serving.runner == "V1" and (serving.pipeline_parallel or 1) > 1:
-                    return False
-                return True
+                return not (new and serving.runner == "V1" and (serving.pipeline_parallel or 1) > 1)
         self.unknown["serving.async_scheduling"] = reason
         return None
 
