@@ -273,7 +273,7 @@ def _values(given: Iterable[_Given], grammar: Grammar) -> tuple[dict[str, Any], 
         try:
             taken = [convert(word, argument.kind, grammar.suffixes) for word in entry.values]
         except ValueError as error:
-            problems.append(f"{argument.name}: {error}")
+            problems.append(f"argument {argument.name}: {error}")
             taken = [str(word) for word in entry.values]
         if argument.action == APPEND:
             values[argument.dest] = [*values.get(argument.dest, []), *taken]

@@ -56,6 +56,7 @@ def prepare(argv: Sequence[str], grammar: Grammar) -> Prepared:
     words = [Word.of(text, at) for at, text in enumerate(argv)]
     try:
         words = _model_first(words)
+        _named_without_model(words)
         words = _config_file(words, result)
         result.words = _dotted(_dashes(words, grammar, result), grammar)
     except ValueError as error:
@@ -72,6 +73,14 @@ def _model_first(words: list[Word]) -> list[Word]:
     if at + 1 == len(words):
         raise ValueError("--model: expected one argument")
     return [words[at + 1], *words[:at], *words[at + 2 :]]
+
+
+def _named_without_model(words: list[Word]) -> None:
+    """vLLM wants MODEL first where ``--served-model-name``, which takes several values, could swallow it."""
+    if not words or not words[0].startswith("-") or any(re.match(r"^--config(=.+|$)", word) for word in words):
+        return
+    if any(re.match(r"^--served[-_]model[-_]name(=.+|$)", word) for word in words):
+        raise ValueError("with --served-model-name, the model comes first: MODEL --served-model-name NAME")
 
 
 def _config_file(words: list[Word], result: Prepared) -> list[Word]:

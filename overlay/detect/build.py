@@ -40,7 +40,7 @@ def find_build(path: Sequence[str] | None = None) -> tuple[Build, dict[str, str]
     python = ".".join(map(str, sys.version_info[:3]))
     torch, triton = version_of(here, ["torch"]), version_of(here, TRITON)
     if root is None:
-        unknown["build"] = problem
+        unknown["build"] = unknown["build.root"] = problem
         return Build(python=python, torch=torch, triton=triton), unknown
     distribution, version, reason = _provider(root, here)
     own = _own_version(root)

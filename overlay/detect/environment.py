@@ -97,6 +97,11 @@ def known_variables(build: Build) -> frozenset[str]:
     return frozenset(names)
 
 
+def warnings(environ: Mapping[str, str], build: Build, hardware: Hardware | None = None) -> list[str]:
+    """The texts of ``check``, for the log."""
+    return [entry.text for entry in check(environ, build, hardware or Hardware())]
+
+
 def check(environ: Mapping[str, str], build: Build, hardware: Hardware) -> list[EnvironmentWarning]:
     """What looks wrong in ``environ`` for this build. Where the release's variables cannot be read, less is checked."""
     known = known_variables(build)
