@@ -113,10 +113,6 @@ def key(public: str) -> tuple[Any, ...]:
     return int(found["epoch"] or 0), tuple(release), pre, post, dev
 
 
-def _base(public: str) -> tuple[Any, ...]:
-    return key(public)[:2]
-
-
 def _is_pre(public: str) -> bool:
     _, _, pre, _, dev = key(public)
     return pre[0] != 1 or dev != _INFINITY
@@ -164,8 +160,9 @@ def _holds(public: str, operator: str, bound: str, prefix: bool) -> bool:
     if operator == "<=":
         return mine <= theirs
     if operator == "<":
-        return mine < theirs and (_is_pre(bound) or not (_is_pre(public) and _base(public) == _base(bound)))
-    post_of_bound = mine[3] >= 0 and theirs[3] < 0 and _base(public) == _base(bound)
+        pre_of_bound = _is_pre(public) and not _is_pre(bound) and mine[:2] == theirs[:2] and mine[3] == theirs[3]
+        return mine < theirs and not pre_of_bound
+    post_of_bound = mine[3] >= 0 and theirs[3] < 0 and mine[:3] == theirs[:3] and theirs[4] == _INFINITY
     return mine > theirs and not post_of_bound
 
 
