@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--model", help="the model, in place of the spec's")
         command.add_argument("--workload", choices=list(PRESETS), metavar="PRESET", help="a preset (see `presets`)")
         command.add_argument("--boots", type=int, help="boots per arm, in place of the spec's")
+        command.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
         command.add_argument("--out", type=Path, help="the run's folder (default: ab_runs/out/NAME)")
         command.add_argument("--results", type=Path, default=RESULTS, help="where the record of the verdict goes")
         command.add_argument("--no-record", action="store_true", help="keep no record of the verdict")
@@ -89,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _spec(args: argparse.Namespace) -> Spec:
-    return load(args.spec, model=args.model, workload=args.workload, boots=args.boots)
+    spec = load(args.spec, model=args.model, workload=args.workload, boots=args.boots)
+    if args.python:
+        spec = spec.model_copy(update={"server": spec.server.model_copy(update={"python": args.python})})
+    return spec
 
 
 def _measure(spec: Spec, args: argparse.Namespace) -> int:
