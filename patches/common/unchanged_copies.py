@@ -48,11 +48,9 @@ PATCH = Patch(
             fingerprints=_seen("790d1dc410c0e091 = = = a0a2edc39dd0b603 ="),
         ),
         Target(
-            "vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__",
-            "made",
-            fingerprints=_seen(
-                "f86c376602b17f3a 0c65d9e0abac4025 c2805d7f4fc45c83 37c2d1f68448553b c8be77bf36cb34f0 d83137101354d5a7"
-            ),
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
+            "step",
+            fingerprints=_seen("0accf5ed92f272b0 8a6e61db63723f17 261f376c718e817e 11c06a2e5a588670 d80123f907b04423 ="),
         ),
     ),
     assumes=(
@@ -90,16 +88,17 @@ def own_runner(facts: Any) -> str | None:
     return None
 
 
-def made(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Enrol the runner's host-only buffers once it is made."""
-    from patches._lib.held import enrol
+def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``_update_states``, the first thing of every step: enrol the runner's host-only buffers once."""
+    if "_overlay_enrolled" not in instance.__dict__:
+        from patches._lib.held import enrol
 
-    result = wrapped(*args, **kwargs)
-    for name in HOST_ONLY:
-        buffer = getattr(instance, name, None)
-        if hasattr(buffer, "copy_to_gpu") and not enrol(buffer):
-            count.refuse("a buffer without a version counter")
-    return result
+        instance._overlay_enrolled = True
+        for name in HOST_ONLY:
+            buffer = getattr(instance, name, None)
+            if hasattr(buffer, "copy_to_gpu") and not enrol(buffer):
+                count.refuse("a buffer without a version counter")
+    return wrapped(*args, **kwargs)
 
 
 def copy_to_gpu(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -136,6 +136,7 @@ class Lab:
     def __init__(self, seed: int, groups: int = 2, mrope: bool = False) -> None:
         import torch
         from vllm.config import set_current_vllm_config
+        from vllm.v1.worker.cpu_model_runner import _torch_cuda_wrapper
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         self.random = random.Random(seed)
@@ -145,10 +146,13 @@ class Lab:
         if not torch.distributed.is_initialized():
             init_distributed()
         self.kv_cache_config = make_kv_cache_config(groups)
-        self.runner = GPUModelRunner(self.config, torch.device("cpu"))
+        with _torch_cuda_wrapper():  # vLLM's own: streams and events that do nothing
+            self.runner = GPUModelRunner(self.config, torch.device("cpu"))
         self.runner.use_async_scheduling = True
         self.runner.kv_cache_config = self.kv_cache_config
         self._make_batch(groups)
+        if mrope:  # the model computes these, and there is none
+            self.runner._init_mrope_positions = self._mrope_positions
         self.scheduler = self._make_scheduler()
         self.names = 0
         self.pending: list[tuple[Any, Any]] = []  # steps whose tokens the scheduler has not heard of
@@ -172,6 +176,13 @@ class Lab:
             "logitsprocs": old.logitsprocs,
         }
         self.runner.input_batch = InputBatch(**known(InputBatch.__init__, values))
+
+    def _mrope_positions(self, request: Any) -> None:
+        import torch
+
+        length = request.num_prompt_tokens
+        request.mrope_positions = torch.randint(0, length, (3, length), dtype=torch.int64)
+        request.mrope_position_delta = self.random.randrange(-min(length, 9), 1)
 
     def _make_scheduler(self) -> Any:
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
