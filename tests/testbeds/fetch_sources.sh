@@ -14,7 +14,7 @@ for version in "${versions[@]}"; do
     [ -d "$cache/vllm-$version" ] && continue
     echo "fetching vLLM $version's sources" >&2
     work=$(mktemp -d "$cache/.fetch-XXXXXX")
-    "$python" -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
+    "$python" -m pip download -qq --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
         --abi cp38 --abi abi3 --abi none "${platforms[@]}" -d "$work" "vllm==$version"
     "$python" - "$work" <<'PY'
 import sys, zipfile

@@ -23,7 +23,7 @@ if [ ! -e "$env/.complete" ]; then
     say "making $env (about 3 minutes)"
     rm -rf "$env"
     "$python" -m venv "$env" >&2
-    "$env/bin/python" -m pip install --quiet --no-deps --only-binary :all: -r "$requirements" >&2
+    "$env/bin/python" -m pip install -qq --no-deps --only-binary :all: -r "$requirements" >&2
     touch "$env/.complete"
 fi
 if [ ! -e "$cache/smollm2/.complete" ]; then
