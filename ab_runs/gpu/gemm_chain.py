@@ -137,21 +137,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sweep", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--chains", default="0.6B,4B,27B")
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
     start = time.monotonic()
     best, results = winners(args.sweep), {}
     mb = 2**20
-    for name in CHAINS:
+    for name in args.chains.split(","):
         if time.monotonic() - start > args.seconds:
             break
         chain = Chain(name, best)
-        arms = {"original": {"how": "original"}, "tiles": {"how": "tiles"}, "no pdl": {"how": "tiles", "pdl": False}, "pdl": {"how": "tiles", "pdl": True}}
-        for size in (2, 4, 8, 12, 16, 24, 32):
-            arms[f"pdl ahead {size}"] = {"how": "tiles", "pdl": True, "ahead": size * mb}
-        arms["no pdl ahead 8"] = {"how": "tiles", "pdl": False, "ahead": 8 * mb}
-        for chunk in (128, 2048, 8192):
-            arms[f"pdl ahead 8 chunk {chunk}"] = {"how": "tiles", "pdl": True, "ahead": 8 * mb, "chunk": chunk}
+        arms = {"original": {"how": "original"}, "no pdl": {"how": "tiles", "pdl": False}, "pdl": {"how": "tiles", "pdl": True}}
+        for chunk in (32, 64, 128, 512):  # up to 128 bytes: a plain prefetch a chunk, above: the bulk copy engine's
+            for size in (2, 8, 16):
+                arms[f"ahead {size} MB by {chunk} B"] = {"how": "tiles", "pdl": False, "ahead": size * mb, "chunk": chunk}
         times = chain.compare(arms)
         results[name] = {"tiles": [str(tile) for tile in chain.tiles], "us_per_layer": times}
         for arm, values in times.items():

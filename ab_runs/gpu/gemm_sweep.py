@@ -17,6 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+NOTE = "ab_runs/gpu/gemm_sweep.py: graph replay, weights from memory; see ab_runs/results/gemm for all records"
 AWKWARD = [(1, 37, 200), (2, 16, 256), (3, 100, 1000), (4, 33, 3072), (5, 130, 300), (7, 96, 5120), (8, 70, 999), (11, 200, 64),
            (13, 1024, 2048), (16, 4097, 1040)]  # fmt: skip
 
@@ -64,20 +65,30 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--rows", default="1,2,4,8,16,5,10")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--awkward", action="store_true", help="check every kernel on awkward sizes first (compiles for 90 s)")
+    parser.add_argument("--known", type=Path, help="records of an earlier sweep: those products are not measured again")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     args = parser.parse_args()
     started = time.monotonic()
-    from ab_runs.gpu.gemm_shapes import shapes
+    from ab_runs.gpu.gemm_shapes import FUSED, shapes
     from overlay.tune import measure, search
     from overlay.tune.candidates import candidates
+    from patches._lib.gemm import table
 
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [int(m) for m in args.rows.split(",")]
-    cells = [(args.dtype, m, n, k) for m in rows for n, k in shapes()]
+    cells = [("linear", args.dtype, m, n, k) for m in rows for n, k in shapes()]
+    fused = [("norm_gate_up", args.dtype, 1, n, k) for n, k in FUSED]
     from dataclasses import replace
 
+    if args.known:
+        (args.out / "sweep.jsonl").write_text(args.known.read_text())
+    done = {record["cell"] for record in search.read_log(args.out / "sweep.jsonl")}
     jobs = {}
-    for dtype, m, n, k in cells:
+    for cell in cells:
+        if cell in done:
+            continue
+        _, dtype, m, n, k = cell
         for tile in candidates(m, n, k):
             for variant in (tile, replace(tile, pdl=True)):
                 jobs[variant, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (
@@ -89,7 +100,7 @@ def main() -> None:
                 )
     measure.precompile(list(jobs.values()), args.processes)
     print(f"{len(jobs)} kernels compiled after {time.monotonic() - started:.0f} s", flush=True)
-    awkward = check_awkward()
+    awkward = check_awkward() if args.awkward else []
     (args.out / "check.json").write_text(json.dumps(awkward, indent=0))
     bad = [c for c in awkward if not (c["error"] <= 2 * c["original"] + 1e-4) or not c["same_bits"]]
     print(f"{len(awkward)} awkward products checked, {len(bad)} wrong", *bad[:5], sep="\n", flush=True)
@@ -99,15 +110,18 @@ def main() -> None:
     print(machine, f"after {time.monotonic() - started:.0f} s", flush=True)
     bench = measure.Bench(args.dtype, max(n * k for n, k in shapes()))
     left = args.seconds - (time.monotonic() - started)
-    search.search(
+    records = search.search(
         bench,
-        cells,
+        fused + cells,
         args.out / "sweep.jsonl",
         copy_gbs=copy,
         margin=0.02,
         seconds=left,
         say=lambda s: print(s, flush=True),
     )
+    found = search.to_table(records, machine, margin=0.02, note=NOTE)
+    table.save(found, args.out / "tables" / "nvidia_h200.json")
+    print(f"{len(found.entries)} of {len(records)} products kept", flush=True)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from overlay.tune.candidates import candidates
-from patches._lib.gemm.table import Entry, Tile
+from patches._lib.gemm.table import Entry, Table, Tile
 
-Cell = tuple[str, int, int, int]  # dtype, m, n, k
+Cell = tuple[str, str, int, int, int]  # op, dtype, m, n, k
 ERROR_LIMIT = 1e-2  # relative; bf16 rounding of the result alone gives about 2e-3
 
 
@@ -29,16 +29,14 @@ def limit_us(m: int, n: int, k: int, copy_gbs: float) -> float:
 
 def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: int = 3, pdl: bool = True) -> dict[str, Any]:
     """One product measured: what was tried, the winner, whether it is kept and, if not, why."""
-    from overlay.tune import measure
-
-    dtype, m, n, k = cell
-    original = measure.original
+    op, _, m, n, k = cell
+    original, with_tile = bench.products(op, k)
     before = min(bench.time(original, m, n, k, repeats=2))
     tried: list[tuple[float, Tile]] = []
     failed = []
-    for tile in candidates(m, n, k, bench.processors):
+    for tile in candidates(m, n, k, bench.processors, op=op):
         try:
-            tried.append((min(bench.time(measure.with_tile(tile), m, n, k, repeats=2)), tile))
+            tried.append((min(bench.time(with_tile(tile), m, n, k, repeats=2)), tile))
         except Exception as error:  # noqa: BLE001 - a tile this chip cannot run is a result, too
             failed.append((str(tile), f"{type(error).__name__}: {str(error)[:120]}"))
     record: dict[str, Any] = {"cell": cell, "original_us": before, "limit_us": limit_us(m, n, k, copy_gbs), "failed": failed}
@@ -49,7 +47,7 @@ def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: i
     finalists = [tile for _, tile in tried[:best]]
     finalists += [replace(tile, pdl=True) for tile in finalists] if pdl else []
     small = min(bench.time(None, m, n, k, spaced=True))
-    spaced = {tile: statistics.median(bench.time(measure.with_tile(tile), m, n, k, spaced=True)) for tile in finalists}
+    spaced = {tile: statistics.median(bench.time(with_tile(tile), m, n, k, spaced=True)) for tile in finalists}
     winner = min(spaced, key=spaced.__getitem__)
     record["finalists"] = [(round(us - small, 3), asdict(tile)) for tile, us in spaced.items()]
     ours: dict[bool, list[float]] = {False: [], True: []}
@@ -57,8 +55,8 @@ def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: i
     for _ in range(2):
         for regime in (False, True):
             theirs[regime] += bench.time(original, m, n, k, spaced=regime)
-            ours[regime] += bench.time(measure.with_tile(winner), m, n, k, spaced=regime)
-    error, original_error, same_bits = bench.check(winner, m, n, k)
+            ours[regime] += bench.time(with_tile(winner), m, n, k, spaced=regime)
+    error, original_error, same_bits = bench.check(winner, m, n, k, op)
     record |= {
         "winner": asdict(winner), "us": statistics.median(ours[False]), "original_us": statistics.median(theirs[False]),
         "spaced_us": statistics.median(ours[True]) - small, "original_spaced_us": statistics.median(theirs[True]) - small,
@@ -82,7 +80,7 @@ def search(
 ) -> list[dict[str, Any]]:
     """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log."""
     records = read_log(log)
-    done = {tuple(record["cell"]) for record in records}
+    done = {record["cell"] for record in records}
     cells = [cell for cell in cells if cell not in done]
     start = time.monotonic()
     with log.open("a", encoding="utf-8") as out:
@@ -99,8 +97,8 @@ def search(
 
 
 def describe(record: dict[str, Any]) -> str:
-    dtype, m, n, k = record["cell"]
-    text = f"{dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
+    op, dtype, m, n, k = record["cell"]
+    text = f"{op} {dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
     if "us" in record:
         text += f", best {record['us']:.2f} ({short(Tile(**record['winner']))})"
         text += f"; spaced {record['original_spaced_us']:.2f} -> {record['spaced_us']:.2f}"
@@ -122,7 +120,8 @@ def read_log(log: Path) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            record["cell"] = tuple(record["cell"])
+            cell = tuple(record["cell"])
+            record["cell"] = cell if len(cell) == 5 else ("linear", *cell)
             records.append(record)
     return records
 
@@ -131,10 +130,17 @@ def entries(records: Iterable[dict[str, Any]]) -> list[Entry]:
     """The table's entries: the records that were kept."""
     return [
         Entry(
-            *record["cell"], tile=Tile(**record["winner"]), us=round(record["us"], 2),
+            *record["cell"][1:], op=record["cell"][0], tile=Tile(**record["winner"]), us=round(record["us"], 2),
             original_us=round(record["original_us"], 2), limit_us=round(record["limit_us"], 2),
             error=float(f"{record['error']:.2e}"),
         )
         for record in records
         if record["kept"]
     ]  # fmt: skip
+
+
+def to_table(records: Iterable[dict[str, Any]], machine: dict[str, Any], *, margin: float, note: str) -> Table:
+    """The table of what was kept. machine: what ``measure.versions`` says, with ``copy_gbs`` and ``date``."""
+    found = {entry.key: entry for entry in entries(records)}
+    head = {name: machine[name] for name in ("arch", "sms", "triton", "torch", "driver", "date", "copy_gbs")}
+    return Table(path="", devices=(machine["name"],), margin=margin, note=note, entries=found, **head)

@@ -40,14 +40,24 @@ def _prefetch(base, rounds, total, LANES: tl.constexpr, CHUNK: tl.constexpr):
     for turn in range(rounds):
         offset = ((turn * programs + program).to(tl.int64) * LANES + lane) * CHUNK
         size = tl.where(offset + CHUNK <= total, CHUNK, 0)
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-            "=r,l,r",
-            [base + offset, size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        if CHUNK > 128:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
+                "=r,l,r",
+                [base + offset, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        else:
+            tl.inline_asm_elementwise(
+                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+                "=r,l,r",
+                [base + offset, size],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
 
 
 @triton.jit

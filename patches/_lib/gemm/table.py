@@ -27,8 +27,9 @@ SHIPPED = Path(__file__).parent / "tables"
 MAX_ROWS = 16  # rows of x that the kernels take
 DTYPES = ("bfloat16", "float16")
 KERNELS = ("rows", "lanes", "tiles")
+OPS = ("linear", "norm_gate_up")
 
-Key = tuple[str, int, int, int]  # dtype, m, n, k
+Key = tuple[str, str, int, int, int]  # op, dtype, m, n, k
 
 
 class TableError(ValueError):
@@ -80,6 +81,9 @@ class Tile:
 class Entry:
     """One measured winner: x is [m, k], w is [n, k].
 
+    op: ``linear``, or ``norm_gate_up`` (add, RMS norm, gate and up product, SiLU and product: see ``fused``), whose
+    original is the platform's product between two small kernels.
+
     us: a launch of the tile, original_us: of the platform's own call, both in graph replay with weights from memory.
     limit_us: the bytes moved once over the measured copy bandwidth. error: largest relative error against float64.
     """
@@ -93,14 +97,16 @@ class Entry:
     original_us: float
     limit_us: float
     error: float = 0.0
+    op: str = "linear"
 
     @property
     def key(self) -> Key:
-        return (self.dtype, self.m, self.n, self.k)
+        return (self.op, self.dtype, self.m, self.n, self.k)
 
     def to_line(self) -> dict[str, Any]:
         tile = {f.name: getattr(self.tile, f.name) for f in fields(Tile) if getattr(self.tile, f.name) != f.default}
-        return {
+        op = {} if self.op == "linear" else {"op": self.op}
+        return op | {
             "dtype": self.dtype, "m": self.m, "n": self.n, "k": self.k, **tile, "us": self.us,
             "original_us": self.original_us, "limit_us": self.limit_us, "error": self.error,
         }  # fmt: skip
@@ -134,7 +140,7 @@ class Table:
     entries: Mapping[Key, Entry]
 
     def mismatch(self, device: Device) -> str | None:
-        """Why this table is not for ``device``, or None."""
+        """Why this table is not for ``device``, or None. What a device does not know of itself does not match."""
         if device.arch != self.arch:
             return f"it was measured on {self.arch}, this is {device.arch or 'unknown'}"
         if device.name not in self.devices:
@@ -187,20 +193,22 @@ def load(path: str | Path) -> Table:
 def _entry(line: Any, where: str) -> Entry:
     if not isinstance(line, dict):
         raise TableError(f"{where}: expected an object")
-    own = {"dtype", "m", "n", "k", "error", *_NUMBERS}
+    own = {"op", "dtype", "m", "n", "k", "error", *_NUMBERS}
     known = own | {f.name for f in fields(Tile)}
-    needed = (own - {"error"}) | {f.name for f in fields(Tile) if f.default is MISSING}
+    needed = (own - {"error", "op"}) | {f.name for f in fields(Tile) if f.default is MISSING}
     if missing := sorted(needed - set(line)):
         raise TableError(f"{where}: {missing[0]} is missing")
     if unknown := sorted(set(line) - known):
         raise TableError(f"{where}: unknown key {unknown[0]!r}")
     for name, value in line.items():
-        kinds = {"dtype": str, "kernel": str, "pdl": bool, "narrow": bool}
+        kinds = {"op": str, "dtype": str, "kernel": str, "pdl": bool, "narrow": bool}
         kind = kinds.get(name, (int, float) if name in (*_NUMBERS, "error") else int)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise TableError(f"{where}: {name} is {value!r}, of the wrong type")
     if line["dtype"] not in DTYPES:
         raise TableError(f"{where}: dtype is {line['dtype']!r}, expected {' or '.join(DTYPES)}")
+    if line.get("op", "linear") not in OPS:
+        raise TableError(f"{where}: op is {line['op']!r}, expected {' or '.join(OPS)}")
     if min(line["m"], line["n"], line["k"]) < 1 or min(line[name] for name in _NUMBERS) <= 0:
         raise TableError(f"{where}: sizes and times must be positive")
     tile = Tile(**{name: value for name, value in line.items() if name not in own})
@@ -216,7 +224,7 @@ def save(table: Table, path: str | Path) -> None:
     path = Path(path)
     head = {name: getattr(table, name) for name in _HEAD if name != "entries"}
     head["devices"] = list(table.devices)
-    order = sorted(table.entries.values(), key=lambda entry: (entry.dtype, entry.n, entry.k, entry.m))
+    order = sorted(table.entries.values(), key=lambda entry: (entry.op, entry.dtype, entry.n, entry.k, entry.m))
     lines = ",\n  ".join(json.dumps(entry.to_line()) for entry in order)
     text = json.dumps(head, indent=1)[:-2] + ',\n "entries": [\n  ' + lines + "\n ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,150 @@
+"""``python -m overlay tune``: measure a model's matrix products on this device and write a table of the winners.
+
+    python -m overlay tune MODEL [--tensor-parallel-size N] [--rows 1,2,4,8,16] [--dtype bfloat16] [--out FOLDER]
+    python -m overlay tune --shapes 4096x1024,1024x2048
+
+MODEL is a folder with a config.json, or a name whose configuration is in the local Hugging Face cache. The table goes to
+FOLDER/<device>.json, the records of everything that was measured to FOLDER/<device>.jsonl; started again, it goes on where
+it stopped. To serve with the table: ``patches: {gemm-tiles: {tables: FOLDER}}``.
+
+Importing this package imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from patches._lib.gemm import table
+from patches._lib.gemm.shapes import products
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m overlay tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="folder with a config.json, or a name in the local Hugging Face cache")
+    parser.add_argument("--shapes", help="products in place of a model's: NxK,NxK (weight rows x columns of one rank)")
+    parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--rows", default="1,2,4,8,16", help="numbers of rows: batch sizes, and batch x (1 + drafts)")
+    parser.add_argument("--dtype", default="bfloat16", choices=table.DTYPES)
+    parser.add_argument("--out", type=Path, default=Path("gemm_tables"), help="folder of the table (default: %(default)s)")
+    parser.add_argument("--margin", type=float, default=0.02, help="least gain to keep an entry (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=30, help="stop after this long; what was measured is kept")
+    parser.add_argument("--processes", type=int, default=8, help="processes that compile kernels (default: %(default)s)")
+    parser.add_argument("--list", action="store_true", help="print the products and stop")
+    return parser
+
+
+def cells_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
+    """The products to measure: (op, dtype, rows, n, k). Raises ValueError with what is wrong."""
+    rows = _numbers(args.rows, "--rows")
+    if bad := [m for m in rows if not 1 <= m <= table.MAX_ROWS]:
+        raise ValueError(f"--rows: {bad[0]} is not between 1 and {table.MAX_ROWS}")
+    if args.shapes:
+        shapes = []
+        for part in args.shapes.split(","):
+            if not (match := re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)):
+                raise ValueError(f"--shapes: {part!r} is not NxK")
+            shapes.append((int(match[1]), int(match[2]), False))
+    elif args.model:
+        found = products(read_config(args.model), args.tensor_parallel_size)
+        shapes = [(product.n, product.k, product.fusable) for product in found]
+    else:
+        raise ValueError("give a MODEL or --shapes")
+    shapes = list(dict.fromkeys(shapes))
+    linear = [("linear", args.dtype, m, n, k) for m in rows for n, k, _ in shapes]
+    fused = [("norm_gate_up", args.dtype, 1, n, k) for n, k, fusable in shapes if fusable and 1 in rows]
+    return list(dict.fromkeys(linear + fused))
+
+
+def read_config(model: str) -> dict[str, Any]:
+    """A model's config.json, from a folder or from the local Hugging Face cache; nothing is downloaded."""
+    path = Path(model).expanduser() / "config.json"
+    if not path.is_file():
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+        if not isinstance(cached, str):
+            raise ValueError(f"{model}: no config.json there, and none in the local Hugging Face cache; give --shapes NxK,NxK")
+        path = Path(cached)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        raise ValueError(f"{option}: {text!r} is not a list of whole numbers") from None
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    try:
+        cells = cells_of(args)
+    except ValueError as error:
+        print(f"overlay tune: {error}", file=sys.stderr)
+        return 2
+    if args.list:
+        for op, dtype, m, n, k in cells:
+            print(f"{op} {dtype} {m} x {n} x {k}")
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print("overlay tune: this Python's torch sees no GPU; run it where the server runs", file=sys.stderr)
+        return 2
+    return tune(args, cells)
+
+
+def tune(args: argparse.Namespace, cells: list[tuple[str, str, int, int, int]]) -> int:
+    """Measure, and write the table after the last product or when the time is over."""
+    from overlay.tune import measure, search
+    from overlay.tune.candidates import candidates
+
+    machine = measure.versions()
+    name = re.sub(r"[^a-z0-9]+", "_", str(machine["name"]).lower()).strip("_")
+    log, target = args.out / f"{name}.jsonl", args.out / f"{name}.json"
+    args.out.mkdir(parents=True, exist_ok=True)
+    _same_machine(log, machine)
+    known = {record["cell"] for record in search.read_log(log)}
+    left = [cell for cell in cells if cell not in known]
+    print(f"{len(cells)} products on {machine['name']}, {len(cells) - len(left)} of them known from {log}", flush=True)
+    if left:
+        jobs: dict[Any, Any] = {}
+        for op, dtype, m, n, k in left:
+            for tile in candidates(m, n, k, int(machine["sms"]), op=op) if op == "linear" else ():
+                jobs[tile, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (tile, dtype, m, n, k)
+        start = time.monotonic()
+        measure.precompile(list(jobs.values()), args.processes)
+        print(f"{len(jobs)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+        machine |= {"copy_gbs": round(measure.copy_bandwidth()), "date": time.strftime("%Y-%m-%d")}
+        bench = measure.Bench(args.dtype, max(n * k for *_, n, k in left))
+        seconds = args.minutes * 60 - (time.monotonic() - start)
+        search.search(bench, left, log, copy_gbs=machine["copy_gbs"], margin=args.margin, seconds=seconds,
+                      say=lambda text: print(text, flush=True))  # fmt: skip
+        (log.with_suffix(".machine.json")).write_text(json.dumps(machine, indent=1), encoding="utf-8")
+    machine = json.loads(log.with_suffix(".machine.json").read_text(encoding="utf-8"))
+    found = search.to_table(search.read_log(log), machine, margin=args.margin, note="python -m overlay tune")
+    table.save(found, target)
+    print(f"{target}: {len(found.entries)} products faster than the platform's own by more than {args.margin:.0%}")
+    return 0
+
+
+def _same_machine(log: Path, machine: dict[str, Any]) -> None:
+    """Records of another Triton or chip must not be mixed with new ones: they are put aside under another name."""
+    path = log.with_suffix(".machine.json")
+    if not path.is_file():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if any(before.get(name) != machine[name] for name in ("arch", "name", "sms", "triton")):
+        for old in (log, path):
+            if old.exists():
+                old.replace(old.with_name(f"{old.name}.{before.get('triton')}"))
+        print(f"{log}: was measured with another chip or Triton ({before.get('name')}, {before.get('triton')}); put aside")
