@@ -197,10 +197,11 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
     told = orders(plan, catalog)
     _keep(folder, plan, catalog, told)
     from overlay.bootstrap.arm import pack
+    from overlay.vllm_hooks import POINTS
 
     environ.update(plan.env)
     environ.update(added)
-    environ["OVERLAY_PLAN"] = pack(told)
+    environ["OVERLAY_PLAN"] = pack(told, POINTS)
     _log(plan, folder, time.perf_counter() - started)
     return _exec(_command(facts, list(plan.argv), server), environ)
 

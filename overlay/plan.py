@@ -352,6 +352,7 @@ def orders(plan: Plan, catalog: Mapping[str, Entry]) -> dict[str, Any]:
         "profile": plan.settings.profile,
         "exactness": plan.settings.exactness.value,
         "runner": plan.facts.serving.runner,
+        "facts": plan.facts.to_dict(),
         "patches": _in_order(patches, catalog),
         "verdicts": [{"id": d.id, "verdict": d.verdict.value, "reason": d.reason} for d in plan.decisions],
     }

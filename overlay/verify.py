@@ -22,13 +22,13 @@ def verify_worker(hooks: Hooks, worker: Any) -> None:
     runner = getattr(worker, "model_runner", None)
     live = _runner_kind(runner)
     hooks.receipt.update(worker_class=_name(type(worker)), runner_class=_name(type(runner)), runner=live)
-    expected = hooks.orders.get("runner")
+    facts = _live_facts(hooks, worker, live)
     for patch, order in hooks.patches.items():
         if order["process"] != WORKER:
             continue
         reason = _not_in_force(hooks, patch)
-        if reason is None and order["runner"] and live != order["runner"]:
-            reason = f"it is for the {order['runner']} model runner; {_name(type(runner))} came up (planned: {expected})"
+        if reason is None:
+            reason = _wrong_here(order, facts)
         for path in order["live"] if reason is None else ():
             reason = _not_live(hooks.applications.get(patch), worker, path)
             if reason is not None:
@@ -117,6 +117,26 @@ def _runner_kind(runner: Any) -> str | None:
         return None
     modules = {cls.__module__ for cls in type(runner).__mro__}
     return "V2" if any(module.startswith(V2_RUNNER) or ".v2" in module for module in modules) else "V1"
+
+
+def _live_facts(hooks: Hooks, worker: Any, runner: str | None) -> Any:
+    from overlay.live_facts import from_dict, live
+
+    if "facts" not in hooks.orders:
+        return None
+    return live(from_dict(hooks.orders["facts"]), worker, runner)
+
+
+def _wrong_here(order: dict[str, Any], facts: Any) -> str | None:
+    """Whether the patch's conditions fail on what really came up: the runner, the arguments, the model. None if they hold."""
+    if facts is None:
+        return None
+    from overlay.catalog import import_patch
+    from overlay.conditions import explain, failures
+
+    module = import_patch(order["module"], order["file"])
+    failed = list(failures(module.PATCH.condition, facts, module))
+    return f"what came up is not what it is for: {explain(failed)}" if failed else None
 
 
 def _not_live(application: Any, worker: Any, path: str) -> str | None:

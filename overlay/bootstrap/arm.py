@@ -1,4 +1,4 @@
-"""Arms the hooks of this process from the orders in its environment. Imports the standard library's light part."""
+"""Arms the hooks of a process from the orders in its environment, at the first import that they care about."""
 
 from __future__ import annotations
 
@@ -8,20 +8,29 @@ import json
 import os
 import sys
 import zlib
+from collections.abc import Iterable
 from typing import Any
 
 
-def pack(orders: dict[str, Any]) -> str:
-    """Orders as the value of ``OVERLAY_PLAN``: they travel in the environment, also to hosts without our files."""
-    return base64.b64encode(zlib.compress(json.dumps(orders, sort_keys=True).encode(), 9)).decode()
+def pack(orders: dict[str, Any], points: Iterable[str] = ()) -> str:
+    """Orders as the value of ``OVERLAY_PLAN``: the module names to watch, in clear, then everything. They travel in the
+    environment, also to hosts that do not have our files.
+
+    points: ``module:qualname`` of the overlay's own hook points.
+    """
+    watched = {at.partition(":")[0] for at in points}
+    for patch in orders["patches"]:
+        watched |= {at.partition(":")[0] for at in [*patch["targets"], patch["after_call"]] if at}
+    packed = base64.b64encode(zlib.compress(json.dumps(orders, sort_keys=True).encode(), 9)).decode()
+    return f"{','.join(sorted(watched))};{packed}"
 
 
 def unpack(value: str) -> dict[str, Any]:
-    return json.loads(zlib.decompress(base64.b64decode(value)))
+    return json.loads(zlib.decompress(base64.b64decode(value.rpartition(";")[2], validate=True)))
 
 
-def arm(value: str) -> None:
-    """Install the import hooks for the orders in ``value``. Called once, before anything of vLLM is imported."""
+def arm(value: str) -> Any:
+    """Install the import hooks for the orders in ``value`` and return their finder. Called once."""
     from overlay import hooks, vllm_hooks
 
     orders = unpack(value)
@@ -35,6 +44,7 @@ def arm(value: str) -> None:
     vllm_hooks.install(hooks.ARMED)
     hooks.ARMED.arm()
     atexit.register(_exit_code, folder)
+    return hooks.ARMED.finder
 
 
 def _exit_code(folder: str | None) -> None:

@@ -34,8 +34,9 @@ def install(root):
         return
     for name in NAMES:
         spec = PathFinder.find_spec(name)
-        # a folder without __init__.py is no package of that name, only a folder that happens to lie there
-        if spec is not None and spec.origin and os.path.realpath(os.path.dirname(os.path.dirname(spec.origin))) != os.path.realpath(root):
+        if spec is None or not spec.origin:
+            continue  # a folder without __init__.py is no package, only a folder that happens to lie there
+        if os.path.realpath(os.path.dirname(os.path.dirname(spec.origin))) != os.path.realpath(root):
             raise ForeignPackage(
                 f"the package {name!r} of the overlay in {root} clashes with {spec.origin}; "
                 f"rename that package or take its folder off PYTHONPATH"

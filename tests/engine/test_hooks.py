@@ -164,6 +164,13 @@ def test_another_sitecustomize_still_runs(bench: Bench):
     assert done.stdout == "theirs ran\n", done.stderr
 
 
+def test_an_interpreter_that_imports_no_target_loads_nothing_of_ours(bench: Bench):
+    bench.add("p", bench.target("one:f"))
+    done = bench.python("import sys; print([n for n in sys.modules if n.startswith(('overlay', 'patches', 'json'))])")
+    assert done.stdout == "[]\n"
+    assert not bench.run.exists()
+
+
 def test_without_a_plan_nothing_of_ours_is_imported(bench: Bench):
     done = bench.python("import sys; print([n for n in sys.modules if n.startswith(('overlay', 'patches'))])", plan=False)
     assert done.stdout == "[]\n"
@@ -173,7 +180,8 @@ def test_a_foreign_package_of_our_name_is_an_error_that_names_both(bench: Bench)
     foreign = bench.site / "patches"
     foreign.mkdir()
     (foreign / "__init__.py").write_text("")
-    done = bench.python("print('served')")
+    bench.add("p", bench.target("one:f"))
+    done = bench.python("import one; print('served')")
     assert done.returncode == 78 and done.stdout == ""
     assert str(foreign) in done.stderr and str(ROOT) in done.stderr
 
@@ -181,11 +189,12 @@ def test_a_foreign_package_of_our_name_is_an_error_that_names_both(bench: Bench)
 def test_a_mere_folder_of_our_name_is_none(bench: Bench):
     (bench.site / "patches").mkdir()
     (bench.folder / "overlay").mkdir()
-    assert bench.python("print('served')").stdout == "served\n"
+    bench.add("p", bench.target("one:f"))
+    assert bench.python("import one; print(one.f())").stdout == "one patched\n"
 
 
 def test_a_broken_plan_ends_the_process(bench: Bench):
-    done = bench.python("print('served')", env={"OVERLAY_PLAN": "rubbish"})
+    done = bench.python("import one; print('served')", env={"OVERLAY_PLAN": "one,two;rubbish"})
     assert done.returncode == 78 and done.stdout == "" and "cannot be patched" in done.stderr
 
 
@@ -193,7 +202,8 @@ def test_the_second_way_in_notices_that_the_first_did_not_run(bench: Bench):
     code = f"import sys; sys.path.insert(0, {str(BOOTSTRAP)!r}); import vllm_overlay_plugin; vllm_overlay_plugin.register(); print('served')"
     done = bench.python(code, "-E", env={"OVERLAY_PLAN": pack({"digest": "d1", "patches": []})})
     assert done.returncode == 78 and "started without the bootstrap" in done.stderr
-    done = bench.python("import vllm_overlay_plugin; vllm_overlay_plugin.register(); print('served')")
+    bench.add("p", bench.target("one:f"))
+    done = bench.python("import one, vllm_overlay_plugin; vllm_overlay_plugin.register(); print('served')")
     assert done.stdout == "served\n", done.stderr
 
 

@@ -158,16 +158,21 @@ UNBOOTSTRAPPED = """
 import os
 level = int(os.environ.get("TEST_LEVEL", "0")) + 1
 os.environ["TEST_LEVEL"] = str(level)
-if level == 2:                       # the engine core: what it starts loses the bootstrap
+if level == {level}:  # 1: the launcher, 2: the API server, 3: the engine core. What it starts loses the bootstrap.
     os.environ.pop("PYTHONPATH", None)
 """
 
 
-def test_a_worker_without_the_bootstrap_stops_the_server(tmp_path: Path):
-    (tmp_path / "sitecustomize.py").write_text(UNBOOTSTRAPPED)
+@pytest.mark.parametrize(
+    ("level", "message"),
+    [(2, "runs without the overlay's bootstrap: it left no receipt"), (3, "a worker runs without the overlay's bootstrap")],
+    ids=["engine", "worker"],
+)
+def test_a_process_without_the_bootstrap_stops_the_server(tmp_path: Path, level: int, message: str):
+    (tmp_path / "sitecustomize.py").write_text(UNBOOTSTRAPPED.format(level=level))
     with Server(["--overlay-patches", "+block-table-dirty"], environ={"PYTHONPATH": str(tmp_path)}) as server:
         assert server.process.wait(timeout=400) == 78, server.log[-3000:]
-        assert "a worker runs without the overlay's bootstrap" in server.log
+        assert message in server.log
 
 
 THROWS = USER_CODE.replace("count-schedules", "throws").replace("process=ENGINE", "").replace('"schedule"', '"schedule", "replace"')
