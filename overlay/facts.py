@@ -113,6 +113,8 @@ class Serving:
     async_scheduling: bool | None = None
     speculative_method: str | None = ""  # "" where speculation is off
     num_speculative_tokens: int | None = 0
+    draft_sample_method: str | None = "greedy"
+    adaptive_verification: bool | None = False
     lora: bool | None = None
     enforce_eager: bool | None = None
     max_num_seqs: int | None = None

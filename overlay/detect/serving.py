@@ -67,6 +67,8 @@ class _Finder:
             prefill_context_parallel=self.whole("prefill_context_parallel_size", 1),
             speculative_method=method,
             num_speculative_tokens=tokens,
+            draft_sample_method=self.get("speculative_config.draft_sample_method") or "greedy",
+            adaptive_verification=bool(self.get("speculative_config.enable_adaptive_verification", False)),
             lora=bool(self.get("enable_lora", False)),
             enforce_eager=bool(self.get("enforce_eager", False)),
             prompt_embeds=bool(self.get("enable_prompt_embeds", False)),

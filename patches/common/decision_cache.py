@@ -14,6 +14,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
+from patches._lib.v2_fingerprints import seen
 
 _STATES = "vllm.v1.worker.gpu.sample.states:SamplingStates"
 _TOKEN_IDS = "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState"
@@ -30,21 +31,48 @@ PATCH = Patch(
     remove_when="vLLM keeps these decisions per batch itself",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(at=f"{_STATES}.add_request", use="add_request"),
-        Target(at=f"{_STATES}.max_num_logprobs", use="host_answer"),
-        Target(at=f"{_STATES}.any_greedy", use="host_answer"),
-        Target(at=f"{_STATES}.any_explicit_seed", use="host_answer"),
-        Target(at=f"{_STATES}.apply_temperature", use="apply_temperature"),
-        Target(at=f"{_STATES}.apply_min_p", use="apply_min_p"),
-        Target(at=f"{_STATES}.get_top_k_top_p", use="get_top_k_top_p"),
-        Target(at=f"{_TOKEN_IDS}.add_request", use="add_request"),
-        Target(at=f"{_TOKEN_IDS}.max_num_token_ids", use="host_answer"),
-        Target(at=f"{_SAMPLER}.apply_sampling_params", use="apply_sampling_params", versions=">=0.28.0"),
+        Target(
+            at=f"{_STATES}.add_request",
+            use="add_request",
+            fingerprints=seen("b4490d9ef00f26bc 01d216304fcd3d84 = f0230f84cdd45ebf ="),
+        ),
+        Target(at=f"{_STATES}.max_num_logprobs", use="host_answer", fingerprints=seen("694cb3c3c29f593b = = = =")),
+        Target(at=f"{_STATES}.any_greedy", use="host_answer", fingerprints=seen("213ce27c0fe148b1 = = = =")),
+        Target(at=f"{_STATES}.any_explicit_seed", use="host_answer", fingerprints=seen("79e55ad5b4cf25c3 = = = =")),
+        Target(
+            at=f"{_STATES}.apply_temperature",
+            use="apply_temperature",
+            fingerprints=seen("8b67ee4785fe6c1b = = = ="),
+        ),
+        Target(at=f"{_STATES}.apply_min_p", use="apply_min_p", fingerprints=seen("dec85e1a3f12e8dc = = = =")),
+        Target(
+            at=f"{_STATES}.get_top_k_top_p",
+            use="get_top_k_top_p",
+            fingerprints=seen("df62ab010e0752f5 = = = 08333d3a639587b4"),
+        ),
+        Target(at=f"{_TOKEN_IDS}.add_request", use="add_request", fingerprints=seen("9303b7c6f38af3c0 = = = =")),
+        Target(
+            at=f"{_TOKEN_IDS}.max_num_token_ids",
+            use="host_answer",
+            fingerprints=seen("1d49752aebb2b6ac = = = ="),
+        ),
+        Target(
+            at=f"{_SAMPLER}.apply_sampling_params",
+            use="apply_sampling_params",
+            fingerprints=seen("- - 9def2e4f24508bd1 bf2bc7db48282cdd ="),
+            versions=">=0.28.0",
+        ),
     ),
     assumes=(
-        Target(at=_STATES),
-        Target(at=_TOKEN_IDS),
-        Target(at=f"{_SAMPLER}.add_request"),
+        Target(
+            at=_STATES,
+            fingerprints=seen("780ddb2f0be27cd1 cdbf94e18fed42ba = 8ce3bdd11a1cc074 6b0d7b76fd16425a"),
+        ),
+        Target(at=_TOKEN_IDS, fingerprints=seen("18c8621b4d73193d = = = =")),
+        Target(
+            at=f"{_SAMPLER}.add_request",
+            fingerprints=seen("3c67a80ffd5132de = 4ac9a56926ae2299 4f911bab67889c19 ="),
+        ),
     ),
     condition=Condition(vllm=">=0.23.0,<0.34", runner="V2", platforms=("cuda", "rocm", "dcu", "cpu")),
     live=("model_runner", "model_runner.sampler", "model_runner.sampler.sampling_states"),

@@ -22,6 +22,7 @@ from typing import Any
 
 from overlay.runtime import Counters, options
 from overlay.spec import Condition, Exactness, Kind, Option, Patch, Target
+from patches._lib.v2_fingerprints import seen
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
@@ -39,21 +40,59 @@ PATCH = Patch(
     remove_when="vLLM's V2 runner prepares a decode step with one kernel itself",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(at=f"{_RUNNER}.prepare_inputs", use="prepare_inputs"),
-        Target(at=f"{_RUNNER}.sample", use="sample"),
-        Target(at=f"{_TABLES}.gather_block_tables", use="gather_block_tables"),
-        Target(at=f"{_TABLES}.compute_slot_mappings", use="compute_slot_mappings"),
+        Target(
+            at=f"{_RUNNER}.prepare_inputs",
+            use="prepare_inputs",
+            fingerprints=seen("d291ee8557c27d74 841f27f28a5ad693 63d23b5a26f58b08 3967550f7427922e 8181bb62c70d2ee4"),
+        ),
+        Target(
+            at=f"{_RUNNER}.sample",
+            use="sample",
+            fingerprints=seen("29931dd63ee7b381 edbb074d0561ac37 = 8aa62d77bd2a7373 ="),
+        ),
+        Target(
+            at=f"{_TABLES}.gather_block_tables",
+            use="gather_block_tables",
+            fingerprints=seen("1f34ba57d38570a1 1bf4c20e00c6549f 12824dfdb4140809 = e3b162269adc52fc"),
+        ),
+        Target(
+            at=f"{_TABLES}.compute_slot_mappings",
+            use="compute_slot_mappings",
+            fingerprints=seen("50df631c24920d75 7d3c7c6d997caf30 9b2c9c5dc1188239 917962531bcb967e ="),
+        ),
     ),
     assumes=(
-        Target(at=f"{_RUNNER}.execute_model"),
-        Target(at=f"{_RUNNER}.prepare_attn"),
-        Target(at=f"{_RUNNER}.gather_batch_req_state", versions=">=0.28.0"),
-        Target(at=f"{_BATCH}:InputBatch"),
-        Target(at=f"{_BATCH}:InputBuffers"),
-        Target(at=f"{_BATCH}:_prepare_pos_seq_lens_kernel"),
-        Target(at=f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel"),
-        Target(at="vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel"),
-        Target(at="vllm.v1.worker.gpu.block_table:_compute_slot_mappings_kernel"),
+        Target(
+            at=f"{_RUNNER}.execute_model",
+            fingerprints=seen("46c46f7601916519 62b6f3e551aa7e58 85f40ff032539f3d abad0b583aef94d3 0fcd46fee104f02b"),
+        ),
+        Target(
+            at=f"{_RUNNER}.prepare_attn",
+            fingerprints=seen("136370c58ce3451f b099ddcc5d882bb2 = = c5ab3d35f17c81fd"),
+        ),
+        Target(
+            at=f"{_RUNNER}.gather_batch_req_state",
+            fingerprints=seen("- - 0c993075533f44dc 63ea526101586228 ="),
+            versions=">=0.28.0",
+        ),
+        Target(
+            at=f"{_BATCH}:InputBatch",
+            fingerprints=seen("1226886041f625b2 2b024b92cef668fc cc58a7406ced22ab 5b53f4f8f29c272f 2ab4a5d5e8bfed5b"),
+        ),
+        Target(at=f"{_BATCH}:InputBuffers", fingerprints=seen("27443c859778f242 f85c242be6fc834c = = =")),
+        Target(at=f"{_BATCH}:_prepare_pos_seq_lens_kernel", fingerprints=seen("7ec1187eae6ecf8c = = = =")),
+        Target(
+            at=f"{_BATCH}:_combine_sampled_and_draft_tokens_kernel",
+            fingerprints=seen("42bbf66408ee7098 626a38e4c43987fd = = ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.block_table:_gather_block_tables_kernel",
+            fingerprints=seen("539c4e59543f11e6 = = = ad4c2077b431570f"),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.block_table:_compute_slot_mappings_kernel",
+            fingerprints=seen("eb8f638255f8a19e = = 8ab8be0f8cea7f52 ="),
+        ),
     ),
     condition=Condition(
         vllm=">=0.23.0,<0.34",

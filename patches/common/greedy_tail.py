@@ -3,7 +3,8 @@
 With temperature 0 for every request and nothing to change or report about the logits, the V2 runner's ``Sampler`` still
 gathers positions and token ids, draws through its Gumbel kernel (per block, then an argmax and a gather over the blocks),
 and computes the number of sampled tokens with a kernel that can only say one each. The same tokens come from one argmax
-a row, the same counts from constants; the copy of a constant back to the host is left out too.
+a row, the same counts from constants; the copy of a constant back to the host is left out too. (In 0.23.0 the runner
+itself runs the counting kernel over the constant: it writes the ones that are there.)
 
 Ties: the lowest index wins, in both. Logits that hold NaN have no defined maximum: the original's choice among them
 depends on its reduction order, this patch's on its own.
@@ -18,6 +19,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
+from patches._lib.v2_fingerprints import seen
 
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _RUNNER = "vllm.v1.worker.gpu.model_runner"
@@ -34,22 +36,71 @@ PATCH = Patch(
     remove_when="vLLM's V2 sampler has a greedy path of its own",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(at=f"{_SAMPLER}.__call__", use="call"),
-        Target(at="vllm.v1.worker.gpu.sample.penalties:PenaltiesState.add_request", use="add_request"),
-        Target(at="vllm.v1.worker.gpu.async_utils:async_copy_to_np", use="copy_to_np"),
-        Target(at="vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected", use="counts", versions="<0.24"),
+        Target(
+            at=f"{_SAMPLER}.__call__",
+            use="call",
+            fingerprints=seen("7c10efd8215d8a6c 07f05f039576a0ae 298fb79f8c4d3187 f495ab957ff90fd8 ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.sample.penalties:PenaltiesState.add_request",
+            use="add_request",
+            fingerprints=seen("d78d0853e86eb49d = = f22a32f2407481a3 ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.async_utils:AsyncOutput.__init__",
+            use="async_output",
+            fingerprints=seen("a54330e87d89ebb3 6eebbde41ce9f26c b9eb3cd42a74c01b e1b5ec1efcf07ed0 ="),
+        ),
     ),
     assumes=(
-        Target(at=f"{_SAMPLER}.add_request"),
-        Target(at=f"{_SAMPLER}.sample"),
-        Target(at=f"{_SAMPLER}.apply_sampling_params"),
-        Target(at="vllm.v1.worker.gpu.sample.states:SamplingStates"),
-        Target(at="vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState"),
-        Target(at="vllm.v1.worker.gpu.sample.gumbel:_gumbel_sample_kernel"),
-        Target(at="vllm.v1.worker.gpu.sample.output:SamplerOutput"),
-        Target(at="vllm.v1.worker.gpu.input_batch:_get_num_sampled_and_rejected_kernel"),
-        Target(at="vllm.v1.worker.gpu.input_batch:_post_update_kernel"),
-        Target(at=f"{_RUNNER}:GPUModelRunner.sample_tokens"),
+        Target(
+            at=f"{_SAMPLER}.add_request",
+            fingerprints=seen("3c67a80ffd5132de = 4ac9a56926ae2299 4f911bab67889c19 ="),
+        ),
+        Target(
+            at=f"{_SAMPLER}.sample",
+            fingerprints=seen("35ec2b8df75d07ce 7aa0e66c9375874a 7fb3b922c2c329b4 9d3cd2772fab67dd 3096a8aa0bb7b223"),
+        ),
+        Target(
+            at=f"{_SAMPLER}.apply_sampling_params",
+            fingerprints=seen("2245a7596b003f65 96a4e09e028a3648 9def2e4f24508bd1 bf2bc7db48282cdd ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.sample.states:SamplingStates",
+            fingerprints=seen("780ddb2f0be27cd1 cdbf94e18fed42ba = 8ce3bdd11a1cc074 6b0d7b76fd16425a"),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState",
+            fingerprints=seen("18c8621b4d73193d = = = ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.sample.gumbel:_gumbel_sample_kernel",
+            fingerprints=seen("eabd9b0d99f9faf4 18d82ab2c0953ce4 c0095baa87b38ca8 010f92aa7cd74bad ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.sample.output:SamplerOutput",
+            fingerprints=seen("0e0c7efbf793a5b7 e9e731a648dc749b 654f33b99853184d dc9898a8a1cf6c21 ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.input_batch:_get_num_sampled_and_rejected_kernel",
+            fingerprints=seen("df5dddd405f46d5d = = = ="),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.input_batch:_post_update_kernel",
+            fingerprints=seen("f33ca26a5182813e = = = ff3563b4f3959a20"),
+        ),
+        Target(
+            at="vllm.v1.worker.gpu.async_utils:async_copy_to_np",
+            fingerprints=seen("2688456fc795a576 = = eb250a73be466b1e ="),
+        ),
+        Target(
+            at=f"{_RUNNER}:GPUModelRunner.sample",
+            fingerprints=seen("29931dd63ee7b381 edbb074d0561ac37 = 8aa62d77bd2a7373 ="),
+        ),
+        Target(
+            at=f"{_RUNNER}:GPUModelRunner.sample_tokens",
+            fingerprints=seen("8ea42cc03ae8983a 4c2308c6a815b3c3 30c623a9923d377c c8d788da82fb68e0 3a660f71d523963b"),
+        ),
     ),
     condition=Condition(
         vllm=">=0.23.0,<0.34",
@@ -147,10 +198,12 @@ def _counts(device: Any, n: int) -> tuple[Any, Any, Any]:
         import numpy as np
         import torch
 
+        host = np.ones(n, dtype=np.int32)
+        host.setflags(write=False)
         entry = _constants[(device, n)] = (
             torch.ones(n, dtype=torch.int32, device=device),
             torch.zeros(n, dtype=torch.int32, device=device),
-            np.ones(n, dtype=np.int32),
+            host,
         )
         _ones[id(entry[0])] = entry
     return entry
@@ -172,13 +225,22 @@ def _greedy(sampler: Any, logits: Any, batch: Any) -> Any:
     return module.SamplerOutput(**values)
 
 
-def counts(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """0.23.0 computes the counts in the runner: one sampled, none rejected, where the tail was greedy."""
-    entry = _ones.get(id(args[0])) if args else None
-    return (entry[0], entry[1]) if entry is not None else wrapped(*args, **kwargs)
+class _HostCopy:
+    """Stands for the constant where its copy to the host is asked for: the copy exists."""
+
+    def __init__(self, host: Any) -> None:
+        self.host = host
+
+    def to(self, *args: Any, **kwargs: Any) -> _HostCopy:
+        return self
+
+    def numpy(self) -> Any:
+        return self.host
 
 
-def copy_to_np(wrapped: Any, instance: Any, args: tuple, kwargs: dict) -> Any:
-    """The constant's own host copy in place of a copy from the device."""
-    entry = _ones.get(id(args[0])) if args else None
-    return entry[2] if entry is not None else wrapped(*args, **kwargs)
+def async_output(wrapped: Any, output: Any, args: tuple, kwargs: dict) -> Any:
+    """The number of sampled tokens does not travel from the device where it is the constant."""
+    entry = _ones.get(id(kwargs.get("num_sampled_tokens")))
+    if entry is not None:
+        kwargs = {**kwargs, "num_sampled_tokens": _HostCopy(entry[2])}
+    return wrapped(*args, **kwargs)

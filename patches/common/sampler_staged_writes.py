@@ -20,6 +20,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
+from patches._lib.v2_fingerprints import seen
 
 _SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 _TABLES = "vllm.v1.worker.gpu.block_table:BlockTables"
@@ -38,24 +39,75 @@ PATCH = Patch(
     remove_when="vLLM copies these arrays only after add_request, and gathers block tables only after a change",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(at=f"{_SAMPLER}.add_request", use="add_request"),
-        Target(at=f"{_SAMPLER}.apply_staged_writes", use="apply_sampler"),
-        Target(at=f"{_TABLES}.append_block_ids", use="append_block_ids"),
-        Target(at=f"{_TABLES}.apply_staged_writes", use="apply_tables"),
-        Target(at=f"{_TABLES}.get_dummy_block_tables", use="gathered_elsewhere"),
-        Target(at=f"{_TABLES}.init_block_table_layout_tensors", use="gathered_elsewhere"),
-        Target(at=f"{_RUNNER}.prepare_attn", use="prepare_attn"),
+        Target(
+            at=f"{_SAMPLER}.add_request",
+            use="add_request",
+            fingerprints=seen("3c67a80ffd5132de = 4ac9a56926ae2299 4f911bab67889c19 ="),
+        ),
+        Target(
+            at=f"{_SAMPLER}.apply_staged_writes",
+            use="apply_sampler",
+            fingerprints=seen("0a50f24c0204f3c6 = a2708e4a3564a227 4fead93233e4fbc5 ="),
+        ),
+        Target(
+            at=f"{_TABLES}.append_block_ids",
+            use="append_block_ids",
+            fingerprints=seen("75c5b7f98b17fb98 = = 1cdb2ee4ea614704 ="),
+        ),
+        Target(
+            at=f"{_TABLES}.apply_staged_writes",
+            use="apply_tables",
+            fingerprints=seen("b846b4c4bddba09d ecf56b9b82631332 13204ee98cc82fdc = ="),
+        ),
+        Target(
+            at=f"{_TABLES}.get_dummy_block_tables",
+            use="gathered_elsewhere",
+            fingerprints=seen("8fb72fbdfcfb5b30 = 5045af3b7f5256a3 = a06ad992ac574125"),
+        ),
+        Target(
+            at=f"{_TABLES}.init_block_table_layout_tensors",
+            use="gathered_elsewhere",
+            fingerprints=seen("46df7c6cc5b7a41a = = cc5afa579bed6245 1387858c80b807ed"),
+        ),
+        Target(
+            at=f"{_RUNNER}.prepare_attn",
+            use="prepare_attn",
+            fingerprints=seen("136370c58ce3451f b099ddcc5d882bb2 = = c5ab3d35f17c81fd"),
+        ),
     ),
     assumes=(
-        Target(at=f"{_SAMPLE}.states:SamplingStates"),
-        Target(at=f"{_SAMPLE}.penalties:PenaltiesState"),
-        Target(at=f"{_SAMPLE}.logit_bias:LogitBiasState"),
-        Target(at=f"{_SAMPLE}.bad_words:BadWordsState"),
-        Target(at=f"{_SAMPLE}.logprob:LogprobTokenIdsState"),
-        Target(at=f"{_SAMPLE}.thinking_budget:ThinkingBudgetState", versions=">=0.28.0"),
-        Target(at=f"{_SAMPLE}.trace_replay:TraceReplayState", versions=">=0.32.0"),
-        Target(at=f"{_TABLES}.gather_block_tables"),
-        Target(at="vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor"),
+        Target(
+            at=f"{_SAMPLE}.states:SamplingStates",
+            fingerprints=seen("780ddb2f0be27cd1 cdbf94e18fed42ba = 8ce3bdd11a1cc074 6b0d7b76fd16425a"),
+        ),
+        Target(
+            at=f"{_SAMPLE}.penalties:PenaltiesState",
+            fingerprints=seen("cf60eede560f4d0a = = d10c6e67681cd0bc ="),
+        ),
+        Target(
+            at=f"{_SAMPLE}.logit_bias:LogitBiasState",
+            fingerprints=seen("08fc0d82e60616d9 = = 5386c35fe2cb3b41 ="),
+        ),
+        Target(
+            at=f"{_SAMPLE}.bad_words:BadWordsState",
+            fingerprints=seen("9a18ed96ffc6a57d = e074cd2acf392438 683203a256df80fe ="),
+        ),
+        Target(at=f"{_SAMPLE}.logprob:LogprobTokenIdsState", fingerprints=seen("18c8621b4d73193d = = = =")),
+        Target(
+            at=f"{_SAMPLE}.thinking_budget:ThinkingBudgetState",
+            fingerprints=seen("- - e35a9dc551e330a7 b4f773267719cdf3 ="),
+            versions=">=0.28.0",
+        ),
+        Target(
+            at=f"{_SAMPLE}.trace_replay:TraceReplayState",
+            fingerprints=seen("- - - 35191a8279e5f7e4 ="),
+            versions=">=0.32.0",
+        ),
+        Target(
+            at=f"{_TABLES}.gather_block_tables",
+            fingerprints=seen("1f34ba57d38570a1 1bf4c20e00c6549f 12824dfdb4140809 = e3b162269adc52fc"),
+        ),
+        Target(at="vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor", fingerprints=seen("1a4a919fdd46a8e1 = = = =")),
     ),
     condition=Condition(
         vllm=">=0.23.0,<0.34",
