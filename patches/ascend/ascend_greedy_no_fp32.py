@@ -64,6 +64,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    conflicts=("greedy-native-dtype",),  # vLLM's own samplers, on other platforms
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     live=("model_runner.sampler",),
     verified="simulated",
