@@ -44,7 +44,8 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    write_text(path, json.dumps(content, indent=1, sort_keys=True, default=str) + "\n")
+    """Replace a JSON file. Keys keep their order: the first arm of a spec is its base."""
+    write_text(path, json.dumps(content, indent=1, default=str) + "\n")
 
 
 def read_json(path: Path) -> Any:
