@@ -1,0 +1,153 @@
+"""Kept verdicts: what they hold, whom they speak of, and what they switch off."""
+
+import copy
+import dataclasses
+
+import pytest
+import yaml
+from made import FACTS, Made
+
+from ab_runs import records as writing
+from ab_runs.judge import judge
+from overlay import records
+from overlay.facts import Build, Facts, Hardware, Model
+
+
+def facts(**changes):
+    groups = {"build": Build, "hardware": Hardware, "model": Model}
+    values = copy.deepcopy(FACTS)
+    for path, value in changes.items():
+        group, _, name = path.partition("__")
+        values[group][name] = value
+    values["model"]["architectures"] = tuple(values["model"]["architectures"])
+    made = {name: kind(**values[name]) for name, kind in groups.items()}
+    return dataclasses.replace(Facts(), **made)
+
+
+def kept(tmp_path, effect=0.05, name="run", **spec):
+    made = Made(tmp_path / name, {"patched": effect}, **spec)
+    record = writing.make(judge(made.store.folder), made.store.run()["spec"])
+    return writing.keep(record, tmp_path / "results"), record
+
+
+def test_a_record_is_small_and_says_what_it_must(tmp_path):
+    path, _ = kept(tmp_path)
+    assert path.stat().st_size < 6000
+    content = yaml.safe_load(path.read_text())
+    assert content["subject"]["hardware.arch"] == "avx2" and content["subject"]["build.version"] == "0.32.0"
+    assert content["subject"]["model.num_layers"] == 30 and content["valid"] is True
+    assert content["patches"]["patched"] == {"fast": "s-fast"} and content["base"]["patches"] == {}
+    effect = content["arms"]["patched"]["effects"]["mean_tpot"]
+    assert effect["low"] < effect["estimate"] < effect["high"] and content["arms"]["patched"]["outcome"] == "slower"
+    assert str(tmp_path) not in path.read_text()
+
+
+def test_a_slower_patch_is_left_off_where_hardware_model_and_build_are_the_same(tmp_path):
+    path, _ = kept(tmp_path)
+    said = records.against(facts(), tmp_path / "results")
+    assert list(said) == ["fast"] and said["fast"].startswith("slower +") and path.stem in said["fast"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hardware__name": "another CPU"},
+        {"hardware__arch": "avx512"},
+        {"build__version": "0.33.0"},
+        {"build__distribution": "vllm"},
+        {"build__plugins": {"vllm-ascend": "0.23.0"}},
+        {"model__num_layers": 28},
+        {"model__dtype": "float16"},
+        {"model__architectures": ["Qwen3ForCausalLM"]},
+    ],
+)
+def test_a_record_says_nothing_of_another_service(tmp_path, change):
+    kept(tmp_path)
+    assert records.against(facts(**change), tmp_path / "results") == {}
+
+
+def test_the_name_and_place_of_the_model_do_not_matter(tmp_path):
+    kept(tmp_path)
+    assert records.against(facts(model__name="x", model__path="y"), tmp_path / "results")
+
+
+def test_no_difference_undecided_and_invalid_switch_nothing_off(tmp_path):
+    kept(tmp_path, 0.0)
+    assert records.against(facts(), tmp_path / "results") == {}
+    assert records.lines(facts(), tmp_path / "results")[0].count("no difference") == 1
+    made = Made(tmp_path / "invalid", {"patched": 0.2})
+    made.change(1, window__prefix_cache={"queries": 80, "hits": 16})
+    verdict = judge(made.store.folder)
+    writing.keep(writing.make(verdict, made.store.run()["spec"]), tmp_path / "results")
+    assert verdict["arms"]["patched"]["outcome"] == "invalid"
+    assert records.against(facts(), tmp_path / "results") == {}
+
+
+def test_a_record_can_be_ignored_or_deleted(tmp_path):
+    path, record = kept(tmp_path)
+    path.write_text(writing.dump({**record, "ignored": True}))
+    assert records.against(facts(), tmp_path / "results") == {}
+    assert "[ignored]" in records.line(records.load(tmp_path / "results").records[0])
+    path.write_text(writing.dump(record))
+    assert records.against(facts(), tmp_path / "results")
+    path.unlink()
+    assert records.against(facts(), tmp_path / "results") == {}
+
+
+def test_what_a_set_did_blames_no_single_patch(tmp_path):
+    kept(tmp_path, arms={"stock": "off", "patched": {"only": ["fast", "wide"]}})
+    assert records.against(facts(), tmp_path / "results") == {}
+    assert "+fast, +wide" in records.lines(facts(), tmp_path / "results")[0]
+
+
+def test_an_arm_that_lacks_a_patch_speaks_of_it_the_other_way_round(tmp_path):
+    """Leave-one-out: faster without the patch means that the patch is slower there."""
+    arms = {"all": {"only": ["fast", "wide"]}, "patched": {"only": ["wide"]}}
+    kept(tmp_path, -0.05, arms=arms)
+    assert records.against(facts(), tmp_path / "results")["fast"].startswith("slower")
+    kept(tmp_path, 0.05, "other", arms=arms)
+    assert "fast" not in records.against(
+        facts(), tmp_path / "results"
+    )  # the later record takes the earlier one's place
+
+
+def test_a_later_record_of_the_same_load_takes_the_place_of_an_earlier_one(tmp_path):
+    _, old = kept(tmp_path, 0.05)
+    _, new = kept(tmp_path, -0.05, "again")
+    folder = tmp_path / "both"
+    writing.keep({**old, "date": "2024-01-01T00:00:00Z"}, folder)
+    writing.keep({**new, "date": "2024-02-01T00:00:00Z"}, folder)
+    assert records.against(facts(), folder) == {}
+    writing.keep({**old, "date": "2024-03-01T00:00:00Z", "workload": {"input_len": 9}}, folder)
+    assert "fast" in records.against(facts(), folder)  # under another load it is slower: both hold
+
+
+def test_divergent_answers_leave_a_patch_off(tmp_path):
+    _, record = kept(tmp_path)
+    record["arms"]["patched"]["outcome"] = "divergent"
+    writing.keep(record, tmp_path / "other")
+    assert records.against(facts(), tmp_path / "other")["fast"].startswith("divergent")
+
+
+def test_a_file_that_is_no_record_is_a_problem_and_stops_nothing(tmp_path):
+    kept(tmp_path)
+    (tmp_path / "results" / "a.yaml").write_text("just text")
+    (tmp_path / "results" / "b.yaml").write_text("{cut")
+    loaded = records.load(tmp_path / "results")
+    assert len(loaded.records) == 1 and len(loaded.problems) == 2
+    assert records.against(facts(), tmp_path / "results")
+    assert records.against(facts(), tmp_path / "nothing-here") == {}
+
+
+def test_reading_records_needs_neither_torch_nor_the_comparison(tmp_path):
+    import subprocess
+    import sys
+
+    code = "import sys; import overlay.records; print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'ab_runs', 'numpy'}))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_the_kept_records_of_this_checkout_are_readable():
+    assert records.load().problems == []
