@@ -364,6 +364,32 @@ class Bench:
         long, ids = self.generate(batch, 8 + tokens)
         return 1e3 * (long - short) / tokens, ids
 
+    def front(self, batch: int, tokens: int) -> dict[str, Any]:
+        """Of the front end's loop, us a step: waiting for the engine, and turning its outputs into results."""
+        engine, spent = self.llm.llm_engine, {"wait for the engine": 0.0, "process outputs": 0.0}
+        steps = 0
+
+        def timed(function: Any, label: str) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal steps
+                began = time.perf_counter()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    spent[label] += time.perf_counter() - began
+                    steps += label.startswith("wait")
+
+            return call
+
+        core, processor = engine.engine_core, engine.output_processor
+        core.get_output = timed(core.get_output, "wait for the engine")
+        processor.process_outputs = timed(processor.process_outputs, "process outputs")
+        try:
+            total, _ = self.generate(batch, tokens)
+        finally:
+            del core.get_output, processor.process_outputs
+        return {k: round(1e6 * v / max(steps, 1), 1) for k, v in {**spent, "whole loop": total}.items()} | {"steps": steps}
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
@@ -398,6 +424,7 @@ def measure(bench: Bench, patches: list[str], options: dict[str, Any], batches: 
             bench.rpc("probe_timers", True)
             bench.generate(batch, args.tokens)
             entry[arm] = {"trace": trace, "host": bench.rpc("probe_timers", False)}
+            entry[arm]["front"] = bench.front(batch, args.tokens)
             if arm == "stock" and args.cprofile:
                 bench.rpc("probe_profile", True)
                 bench.generate(batch, args.trace_tokens)
@@ -488,6 +515,7 @@ def table(result: dict[str, Any]) -> None:
                 tpot = statistics.median(entry["tpot_ms"][arm])
                 print(item, batch, arm, f"{tpot:.3f}", *cells, host["period_us"], entry["ids_equal"], sep=" | ")
             print("   dispatch:", entry["stock"]["host"]["dispatch"], "distinct tokens:", entry["distinct_tokens"])
+            print("   front end, us/step:", entry["stock"]["front"], "->", entry["patched"]["front"])
             rows = list(entry["stock"]["host"]["us_per_step"].items())[:16]
             patched = entry["patched"]["host"]["us_per_step"]
             print("   us/step:", "; ".join(f"{k} {v[0]}->{patched.get(k, ['-'])[0]}" for k, v in rows))

@@ -24,9 +24,9 @@ ARMS = {
     "stock": [],
     "tiles": ["gemm-tiles"],
     "plain": ["gemm-tiles"],
-    "fused": ["gemm-tiles", "qwen3-norm-gate-up"],
+    "links": ["gemm-tiles", "qwen3-norm-gate-up"],
 }
-OPTIONS = {"plain": {"pdl": "off"}, "fused": {"pdl": "off"}}
+OPTIONS = {"plain": {"pdl": "off"}, "links": {"early": True}}
 MODULES = {"gemm-tiles": "patches.common.gemm_tiles", "qwen3-norm-gate-up": "patches.cuda.qwen3_norm_gate_up",
            "llama-norm-gate-up": "patches.cuda.llama_norm_gate_up"}  # fmt: skip
 # Puts an arm's patches into force in every process of its engine, by their real specifications and fingerprints.
@@ -111,7 +111,6 @@ def child(args: argparse.Namespace) -> None:
         short, _ = generate(batch, 8)
         long, _ = generate(batch, 8 + tokens)
         print("TIME " + json.dumps({"tpot_ms": (long - short) / tokens * 1000, "short_ms": short * 1000}), flush=True)
-    del engine
 
 
 class Arm:

@@ -15,6 +15,3 @@ MODELS: dict[str, list[tuple[int, int]]] = {
 def shapes() -> list[tuple[int, int]]:
     return list(dict.fromkeys(shape for model in MODELS.values() for shape in model))
 
-
-# Merged gate and up weights [2 * intermediate, hidden] that the fused MLP front is measured for
-FUSED = [(6144, 1024), (19456, 2560), (24576, 4096), (28672, 4096), (51200, 5120)]

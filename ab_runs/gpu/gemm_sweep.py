@@ -45,14 +45,13 @@ def check_awkward() -> list[dict]:
             bias = torch.randn(n, generator=generator, device="cuda").to(dtype)
             reference = x.double() @ w.double().T + bias.double()
             theirs = (torch.nn.functional.linear(x, w, bias).double() - reference).norm() / reference.norm()
-            ahead = (w.data_ptr(), n * (k + pad) * 2 // 512 * 512)
             for tile in tiles:
                 if tile.problem(m):
                     continue
                 ys = []
-                for hint in (None, ahead, None):
+                for _ in range(3):
                     y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
-                    ys.append(kernels.run(tile, x, w, bias, hint if hint and hint[1] else None, out=y))
+                    ys.append(kernels.run(tile, x, w, bias, out=y))
                 error = ((ys[0].double() - reference).norm() / reference.norm()).item()
                 found.append({"dtype": str(dtype), "m": m, "n": n, "k": k, "tile": str(tile), "error": error, "original": theirs.item(),
                               "same_bits": torch.equal(ys[0], ys[1]) and torch.equal(ys[0], ys[2])})  # fmt: skip
@@ -70,15 +69,14 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     args = parser.parse_args()
     started = time.monotonic()
-    from ab_runs.gpu.gemm_shapes import FUSED, shapes
+    from ab_runs.gpu.gemm_shapes import shapes
     from overlay.tune import measure, search
     from overlay.tune.candidates import candidates
     from patches._lib.gemm import table
 
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [int(m) for m in args.rows.split(",")]
-    cells = [("linear", args.dtype, m, n, k) for m in rows for n, k in shapes()]
-    fused = [("norm_gate_up", args.dtype, 1, n, k) for n, k in FUSED]
+    cells = [(args.dtype, m, n, k) for m in rows for n, k in shapes()]
     from dataclasses import replace
 
     if args.known:
@@ -88,7 +86,7 @@ def main() -> None:
     for cell in cells:
         if cell in done:
             continue
-        _, dtype, m, n, k = cell
+        dtype, m, n, k = cell
         for tile in candidates(m, n, k):
             for variant in (tile, replace(tile, pdl=True)):
                 jobs[variant, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (
@@ -112,7 +110,7 @@ def main() -> None:
     left = args.seconds - (time.monotonic() - started)
     records = search.search(
         bench,
-        fused + cells,
+        cells,
         args.out / "sweep.jsonl",
         copy_gbs=copy,
         margin=0.02,

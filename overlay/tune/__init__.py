@@ -39,8 +39,8 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def cells_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
-    """The products to measure: (op, dtype, rows, n, k). Raises ValueError with what is wrong."""
+def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
+    """The products to measure: (dtype, rows, n, k). Raises ValueError with what is wrong."""
     rows = _numbers(args.rows, "--rows")
     if bad := [m for m in rows if not 1 <= m <= table.MAX_ROWS]:
         raise ValueError(f"--rows: {bad[0]} is not between 1 and {table.MAX_ROWS}")
@@ -49,16 +49,13 @@ def cells_of(args: argparse.Namespace) -> list[tuple[str, str, int, int, int]]:
         for part in args.shapes.split(","):
             if not (match := re.fullmatch(r"\s*(\d+)x(\d+)\s*", part)):
                 raise ValueError(f"--shapes: {part!r} is not NxK")
-            shapes.append((int(match[1]), int(match[2]), False))
+            shapes.append((int(match[1]), int(match[2])))
     elif args.model:
         found = products(read_config(args.model), args.tensor_parallel_size)
-        shapes = [(product.n, product.k, product.fusable) for product in found]
+        shapes = [(product.n, product.k) for product in found]
     else:
         raise ValueError("give a MODEL or --shapes")
-    shapes = list(dict.fromkeys(shapes))
-    linear = [("linear", args.dtype, m, n, k) for m in rows for n, k, _ in shapes]
-    fused = [("norm_gate_up", args.dtype, 1, n, k) for n, k, fusable in shapes if fusable and 1 in rows]
-    return list(dict.fromkeys(linear + fused))
+    return [(args.dtype, m, n, k) for m in rows for n, k in dict.fromkeys(shapes)]
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -92,8 +89,8 @@ def main(argv: list[str]) -> int:
         print(f"overlay tune: {error}", file=sys.stderr)
         return 2
     if args.list:
-        for op, dtype, m, n, k in cells:
-            print(f"{op} {dtype} {m} x {n} x {k}")
+        for dtype, m, n, k in cells:
+            print(f"{dtype} {m} x {n} x {k}")
         return 0
     import torch
 
@@ -103,7 +100,7 @@ def main(argv: list[str]) -> int:
     return tune(args, cells)
 
 
-def tune(args: argparse.Namespace, cells: list[tuple[str, str, int, int, int]]) -> int:
+def tune(args: argparse.Namespace, cells: list[tuple[str, int, int, int]]) -> int:
     """Measure, and write the table after the last product or when the time is over."""
     from overlay.tune import measure, search
     from overlay.tune.candidates import candidates
@@ -118,8 +115,8 @@ def tune(args: argparse.Namespace, cells: list[tuple[str, str, int, int, int]]) 
     print(f"{len(cells)} products on {machine['name']}, {len(cells) - len(left)} of them known from {log}", flush=True)
     if left:
         jobs: dict[Any, Any] = {}
-        for op, dtype, m, n, k in left:
-            for tile in candidates(m, n, k, int(machine["sms"]), op=op) if op == "linear" else ():
+        for dtype, m, n, k in left:
+            for tile in candidates(m, n, k, int(machine["sms"])):
                 jobs[tile, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (tile, dtype, m, n, k)
         start = time.monotonic()
         measure.precompile(list(jobs.values()), args.processes)

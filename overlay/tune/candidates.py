@@ -7,18 +7,14 @@ from patches._lib.gemm.table import Tile
 _SHARED = 200 * 1024  # bytes of shared memory a program may use for its pipeline on current parts
 
 
-def candidates(
-    m: int, n: int, k: int, processors: int = 132, shared: int = _SHARED, op: str = "linear"
-) -> list[Tile]:
+def candidates(m: int, n: int, k: int, processors: int = 132, shared: int = _SHARED) -> list[Tile]:
     """Tiles for x [m, k] times w [n, k], none with programmatic launch (the search tries that on the best).
 
     processors: multiprocessors of the chip; splits of K are tried only where rows alone cannot fill them.
     A step that does not divide K is left out where one that does was found, since its last step runs masked.
     """
     found = [*_rows(m, n, k, processors)] if m <= 4 else []
-    if op == "norm_gate_up":
-        found = _fused(n // 2, k) if m == 1 else []
-    elif m >= 2:
+    if m >= 2:
         found += [*_lanes(m, n, k, processors, shared), *_tiles(m, n, k, processors, shared)]
     found = [tile for tile in dict.fromkeys(found) if tile.problem(m) is None]
     even = [tile for tile in found if k % tile.span == 0]
@@ -43,18 +39,6 @@ def _rows(m: int, n: int, k: int, processors: int) -> list[Tile]:
                 if programs < processors * 2 and k >= 2048 * warps:
                     tiles.append(Tile("rows", bn, 256 * warps * wide, warps, 1, split=4))
     return tiles
-
-
-def _fused(n: int, k: int) -> list[Tile]:
-    """Two products a program, so half the rows of ``_rows`` fill its registers."""
-    return [
-        Tile("rows", bn, 256 * warps * wide, warps, stages)
-        for warps in (1, 2, 4, 8)
-        for wide in (1, 2)
-        for bn in (1, 2, 4, 8)
-        for stages in ((1, 3) if wide == 1 and warps in (2, 4) else (1,))
-        if bn * wide <= 4 and 256 * warps * wide < 2 * k
-    ]
 
 
 def _splits(programs: int, k: int, span: int, processors: int) -> tuple[int, ...]:

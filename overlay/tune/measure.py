@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patches._lib.gemm import fused, kernels
+from patches._lib.gemm import kernels
 from patches._lib.gemm.table import Tile
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -57,19 +57,6 @@ class Bench:
         self.flat = torch.empty(room, dtype=self.dtype, device=self.device)
         self.flat.normal_(generator=self.generator).mul_(0.05)
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
-
-    def products(self, op: str, k: int) -> tuple[Product, Callable[[Tile], Product]]:
-        """(the platform's way, tile -> ours) of an op. For ``norm_gate_up`` the platform's product runs between two small
-        kernels that stand for those of inductor."""
-        if op == "linear":
-            return original, with_tile
-        residual, norm = self.x(1, k).flip(1).contiguous(), torch.rand(k, device=self.device).to(self.dtype)
-
-        def platform(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            normed, _ = fused.add_norm(x, residual, norm, 1e-6)
-            return fused.silu_and_mul(original(normed, w))
-
-        return platform, lambda tile: lambda x, w: fused.norm_gate_up(tile, x, residual, norm, 1e-6, w)[0]
 
     def weights(self, n: int, k: int) -> list[torch.Tensor]:
         """Weights [n, k] that together are several times the L2, or all that fit."""
@@ -115,14 +102,12 @@ class Bench:
         events[-1].synchronize()
         return [a.elapsed_time(b) * 1000 / launches for a, b in zip(events, events[1:], strict=False)]
 
-    def check(self, tile: Tile, m: int, n: int, k: int, op: str = "linear") -> tuple[float, float, bool]:
+    def check(self, tile: Tile, m: int, n: int, k: int) -> tuple[float, float, bool]:
         """(error of the tile, error of the original, equal bits in two runs), errors as |y - ref| / |ref| in float64.
 
         The output is poisoned first: an element that was not written is NaN and fails every comparison.
         """
         w = self.weights(n, k)[-1]
-        if op == "norm_gate_up":
-            return self._check_fused(tile, n, k, w)
         x = torch.randn(m, k, generator=self.generator, device=self.device).to(self.dtype)
         ys = [kernels.run(tile, x, w, out=torch.full((m, n), float("nan"), dtype=self.dtype, device=self.device)) for _ in "ab"]
         reference = torch.empty(m, n, dtype=torch.float64, device=self.device)
@@ -133,20 +118,6 @@ class Bench:
         size = reference.norm()
         errors = [((y.double() - reference).norm() / size).item() for y in (ys[0], original(x, w))]
         return errors[0], errors[1], torch.equal(ys[0], ys[1])
-
-
-    def _check_fused(self, tile: Tile, n: int, k: int, w: torch.Tensor) -> tuple[float, float, bool]:
-        x = torch.randn(1, k, generator=self.generator, device=self.device).to(self.dtype)
-        residual, norm = torch.randn_like(x), torch.rand(k, device=self.device).to(self.dtype)
-        (y, added), (again, _) = (fused.norm_gate_up(tile, x, residual, norm, 1e-6, w) for _ in "ab")
-        total = x.double() + residual.double()
-        normed = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.double()
-        gate, up = (normed @ w.double().T).chunk(2, -1)
-        reference = torch.nn.functional.silu(gate) * up
-        small, _ = fused.add_norm(x, residual, norm, 1e-6)
-        theirs = fused.silu_and_mul(original(small, w))
-        errors = [((value.double() - reference).norm() / reference.norm()).item() for value in (y, theirs)]
-        return errors[0], errors[1], torch.equal(y, again) and torch.equal(added, (x.float() + residual.float()).to(x.dtype))
 
 
 def copy_bandwidth(device: str = "cuda", nbytes: int = 2**32) -> float:

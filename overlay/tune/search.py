@@ -18,7 +18,7 @@ from typing import Any
 from overlay.tune.candidates import candidates
 from patches._lib.gemm.table import Entry, Table, Tile
 
-Cell = tuple[str, str, int, int, int]  # op, dtype, m, n, k
+Cell = tuple[str, int, int, int]  # dtype, m, n, k
 ERROR_LIMIT = 1e-2  # relative; bf16 rounding of the result alone gives about 2e-3
 
 
@@ -29,12 +29,13 @@ def limit_us(m: int, n: int, k: int, copy_gbs: float) -> float:
 
 def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: int = 3, pdl: bool = True) -> dict[str, Any]:
     """One product measured: what was tried, the winner, whether it is kept and, if not, why."""
-    op, _, m, n, k = cell
-    original, with_tile = bench.products(op, k)
+    from overlay.tune.measure import original, with_tile
+
+    _, m, n, k = cell
     before = min(bench.time(original, m, n, k, repeats=2))
     tried: list[tuple[float, Tile]] = []
     failed = []
-    for tile in candidates(m, n, k, bench.processors, op=op):
+    for tile in candidates(m, n, k, bench.processors):
         try:
             tried.append((min(bench.time(with_tile(tile), m, n, k, repeats=2)), tile))
         except Exception as error:  # noqa: BLE001 - a tile this chip cannot run is a result, too
@@ -56,7 +57,7 @@ def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: i
         for regime in (False, True):
             theirs[regime] += bench.time(original, m, n, k, spaced=regime)
             ours[regime] += bench.time(with_tile(winner), m, n, k, spaced=regime)
-    error, original_error, same_bits = bench.check(winner, m, n, k, op)
+    error, original_error, same_bits = bench.check(winner, m, n, k)
     record |= {
         "winner": asdict(winner), "us": statistics.median(ours[False]), "original_us": statistics.median(theirs[False]),
         "spaced_us": statistics.median(ours[True]) - small, "original_spaced_us": statistics.median(theirs[True]) - small,
@@ -97,8 +98,8 @@ def search(
 
 
 def describe(record: dict[str, Any]) -> str:
-    op, dtype, m, n, k = record["cell"]
-    text = f"{op} {dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
+    dtype, m, n, k = record["cell"]
+    text = f"{dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
     if "us" in record:
         text += f", best {record['us']:.2f} ({short(Tile(**record['winner']))})"
         text += f"; spaced {record['original_spaced_us']:.2f} -> {record['spaced_us']:.2f}"
@@ -120,8 +121,7 @@ def read_log(log: Path) -> list[dict[str, Any]]:
                 record = json.loads(line)
             except ValueError:
                 continue
-            cell = tuple(record["cell"])
-            record["cell"] = cell if len(cell) == 5 else ("linear", *cell)
+            record["cell"] = tuple(record["cell"])
             records.append(record)
     return records
 
@@ -130,7 +130,7 @@ def entries(records: Iterable[dict[str, Any]]) -> list[Entry]:
     """The table's entries: the records that were kept."""
     return [
         Entry(
-            *record["cell"][1:], op=record["cell"][0], tile=Tile(**record["winner"]), us=round(record["us"], 2),
+            *record["cell"], tile=Tile(**record["winner"]), us=round(record["us"], 2),
             original_us=round(record["original_us"], 2), limit_us=round(record["limit_us"], 2),
             error=float(f"{record['error']:.2e}"),
         )

@@ -53,6 +53,7 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.18.1,<0.34", platforms=("cuda", "rocm", "dcu"), also="unusable"),
     options={
         "tables": Option("", "a folder with tables of your own, used before the shipped ones"),
+        "early": Option(False, "with programmatic launch, load the first weights before the input is ready"),
         "pdl": Option("table", "programmatic dependent launch: as the table says, or off", ("table", "off")),
         "max_rows": Option(16, "use no kernel for more rows than this"),
     },

@@ -35,6 +35,7 @@ PATCH = Patch(
     ),
     options={
         "tables": Option("", "a folder with tables of your own, used before the shipped ones"),
+        "early": Option(False, "with programmatic launch, load the first weights before the input is ready"),
         "pdl": Option("table", "programmatic dependent launch: as the table says, or off", ("table", "off")),
     },
     requires=("gemm-tiles",),

@@ -7,6 +7,8 @@ captures, not replays.
 No ``from __future__ import annotations`` here: the op's schema is read from live annotations.
 """
 
+import concurrent.futures
+import contextlib
 import functools
 import logging
 from collections.abc import Callable
@@ -35,31 +37,40 @@ def device_of(index: int) -> table.Device:
     return table.Device(arch, properties.name, properties.multi_processor_count, triton.__version__)
 
 
+def early(tile: table.Tile) -> table.Tile:
+    """The tile with its first weights loaded before its input is ready, where its kernel can do that."""
+    if tile.kernel != "rows" or not tile.pdl:
+        return tile
+    return replace(tile, early=True, stages=1)
+
+
 class Chooser:
     """The tables of this process's device for one patch, and its counts by reason and by shape."""
 
     def __init__(self, patch: str, count: Counters) -> None:
         self.patch, self.count = patch, count
         self.entries: dict[table.Key, table.Tile] | None = None
-        self.by_shape: dict[tuple[str, str, int, int], list[int]] = {}
-        self.prepared: set[tuple[str, str, int, int]] = set()
+        self.by_shape: dict[tuple[str, int, int], list[int]] = {}
+        self.prepared: set[tuple[str, int, int]] = set()
 
     def load(self, device: torch.device) -> None:
         """Read the tables once. A table that is not for this device is left out, with the reason in the log."""
         extra = str(options(self.patch).get("tables", "") or "")
         found, used, rejected = table.choose(device_of(device.index or 0), table.folders(extra))
         rows = int(options(self.patch).get("max_rows", table.MAX_ROWS))
-        self.entries = {key: entry.tile for key, entry in found.items() if key[2] <= rows}
+        self.entries = {key: entry.tile for key, entry in found.items() if key[1] <= rows}
         if options(self.patch).get("pdl") == "off":
-            self.entries = {key: replace(tile, pdl=False) for key, tile in self.entries.items()}
-        for op, dtype, m, n, k in self.entries:
-            self.by_shape.setdefault((op, dtype, n, k), []).append(m)
+            self.entries = {key: replace(tile, pdl=False, early=False) for key, tile in self.entries.items()}
+        if options(self.patch).get("early"):
+            self.entries = {key: early(tile) for key, tile in self.entries.items()}
+        for dtype, m, n, k in self.entries:
+            self.by_shape.setdefault((dtype, n, k), []).append(m)
         for reason in rejected:
             log.info("%s: table left out: %s", self.patch, reason)
         log.info("%s: %d products from %s", self.patch, len(self.entries), ", ".join(used) or "no table")
 
     def tile(
-        self, op: str, x: torch.Tensor, weight: torch.Tensor, prepare: Callable[[table.Tile, int], object]
+        self, x: torch.Tensor, weight: torch.Tensor, prepare: Callable[[table.Tile, int], object]
     ) -> table.Tile | None:
         """The tile for x [M, K] and weight [N, K], or None for the original; counted either way.
 
@@ -74,7 +85,7 @@ class Chooser:
         if dtype is None or weight.dtype != x.dtype:
             return self.refuse("dtype")
         (rows, k), n = x.shape, weight.shape[0]
-        shape = (op, dtype, n, k)
+        shape = (dtype, n, k)
         if shape not in self.by_shape:
             return self.refuse("shape not in the table")
         if shape not in self.prepared:
@@ -83,23 +94,24 @@ class Chooser:
             self._prepare(shape, prepare)
         if rows > table.MAX_ROWS:
             return self.refuse("more rows than the kernels take")
-        found = self.entries.get((op, dtype, rows, n, k))
+        found = self.entries.get((dtype, rows, n, k))
         if found is None:
             return self.refuse("rows not in the table")
         if x.stride(1) != 1 or not weight.is_contiguous() or x.data_ptr() % 16 or x.stride(0) % 8:
             return self.refuse("layout")
         self.count.hit()
-        self.count.add(f"hit {'' if op == 'linear' else op + ' '}{rows}x{n}x{k}")
+        self.count.add(f"hit {rows}x{n}x{k}")
         return found
 
     def refuse(self, reason: str) -> None:
         self.count.refuse(reason)
 
-    def _prepare(self, shape: tuple[str, str, int, int], prepare: Callable[[table.Tile, int], object]) -> None:
-        op, dtype, n, k = shape
+    def _prepare(self, shape: tuple[str, int, int], prepare: Callable[[table.Tile, int], object]) -> None:
+        dtype, n, k = shape
         self.prepared.add(shape)
+        self._compile(shape)
         for rows in self.by_shape[shape]:
-            key = (op, dtype, rows, n, k)
+            key = (dtype, rows, n, k)
             try:
                 prepare(self.entries[key], rows)
             except Exception as error:  # noqa: BLE001 - whatever the compiler or driver says, the original still works
@@ -107,6 +119,18 @@ class Chooser:
                 self.count.add("kernel failed here")
                 log.warning("%s: %d x %d x %d stays with the original: %s: %s", self.patch, rows, n, k,
                             type(error).__name__, error)  # fmt: skip
+
+    def _compile(self, shape: tuple[str, int, int]) -> None:
+        """Compile a shape's kernels side by side; what fails here fails again, and is seen, when it is launched."""
+        dtype, n, k = shape
+        kind = next(torch_dtype for torch_dtype, name in DTYPES.items() if name == dtype)
+
+        def compile_rows(rows: int) -> None:
+            with contextlib.suppress(Exception):
+                kernels.warm(self.entries[dtype, rows, n, k], kind, rows, n, k)
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(compile_rows, self.by_shape[shape]))
 
 
 def linear_op(name: str, chooser: Chooser, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -119,7 +143,7 @@ def linear_op(name: str, chooser: Chooser, original: Callable[..., torch.Tensor]
         def prepare(tile: table.Tile, rows: int) -> object:
             return kernels.run(tile, x.new_zeros((rows, x.shape[1])), weight, bias)
 
-        tile = chooser.tile("linear", x, weight, prepare)
+        tile = chooser.tile(x, weight, prepare)
         if tile is None:
             return original(x, weight, bias)
         if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
@@ -133,24 +157,11 @@ def linear_op(name: str, chooser: Chooser, original: Callable[..., torch.Tensor]
     return register(name, product, fake)
 
 
-def linear(chooser: Chooser) -> Callable[..., torch.Tensor]:
-    """(x, weight, bias) -> the product by the table where it has an entry, else the platform's. For use inside an op."""
+def norm_gate_up_op(name: str, chooser: Chooser) -> Callable[..., tuple]:
+    """Register op ``vllm::name``: add, RMS norm, gate and up product, SiLU and product.
 
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:  # noqa: UP045
-        def prepare(tile: table.Tile, rows: int) -> object:
-            return kernels.run(tile, x.new_zeros((rows, x.shape[1])), weight, bias)
-
-        tile = chooser.tile("linear", x, weight, prepare)
-        return torch.nn.functional.linear(x, weight, bias) if tile is None else kernels.run(tile, x, weight, bias)
-
-    return product
-
-
-def norm_gate_up_op(name: str, chooser: Chooser, linear: Callable[..., torch.Tensor]) -> Callable[..., tuple]:
-    """Register op ``vllm::name``: add, RMS norm, gate and up product, SiLU and product, in one kernel where measured.
-
-    (x [M, K], residual [M, K], norm [K], eps, weight [2 N, K]) -> (activation [M, N], new residual [M, K]).
-    linear: the product where there is no fused entry; the rest then runs as two kernels of our own.
+    (x [M, K], residual [M, K], norm [K], eps, weight [2 N, K]) -> (activation [M, N], new residual [M, K]). Where the
+    table has the product with programmatic launch, the three kernels are a chain of dependent launches.
     """
 
     def product(
@@ -158,13 +169,14 @@ def norm_gate_up_op(name: str, chooser: Chooser, linear: Callable[..., torch.Ten
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def prepare(tile: table.Tile, rows: int) -> object:
             zero = x.new_zeros((rows, x.shape[1]))
-            return fused.norm_gate_up(tile, zero, zero, norm, eps, weight)
+            return fused.silu_and_mul(kernels.run(tile, fused.add_norm(zero, zero, norm, eps, tile.pdl)[0], weight), tile.pdl)
 
-        tile = chooser.tile("norm_gate_up", x, weight, prepare)
-        if tile is not None and residual.is_contiguous() and norm.is_contiguous() and norm.dtype == x.dtype:
-            return fused.norm_gate_up(tile, x, residual, norm, eps, weight)
-        normed, added = fused.add_norm(x, residual, norm, eps)
-        return fused.silu_and_mul(linear(normed, weight, None)), added
+        tile = chooser.tile(x, weight, prepare)
+        chained = tile is not None and tile.pdl
+        normed, added = fused.add_norm(x, residual, norm, eps, chained)
+        if tile is None:
+            return fused.silu_and_mul(torch.nn.functional.linear(normed, weight)), added
+        return fused.silu_and_mul(kernels.run(tile, normed, weight), chained), added
 
     def fake(
         x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor

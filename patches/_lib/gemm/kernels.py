@@ -25,39 +25,26 @@ import triton.language as tl
 
 from patches._lib.gemm.table import Tile
 
-CHUNK = 512  # bytes one lane asks for in one prefetch
+
+@triton.jit
+def _tile(at, n_in, k_in, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
+    """A tile of weights; outside N and K zeros."""
+    if EVEN_K:
+        if EVEN_N:
+            return tl.load(at)
+        else:  # noqa: RET505 - branches of a compile-time condition
+            return tl.load(at, mask=n_in[:, None], other=0.0)
+    else:
+        return tl.load(at, mask=n_in[:, None] & k_in[None, :], other=0.0)
 
 
 @triton.jit
-def _prefetch(base, rounds, total, LANES: tl.constexpr, CHUNK: tl.constexpr):
-    """Ask L2 for ``total`` bytes at address ``base``. A hint: nothing waits for it, nothing depends on it.
-
-    The bytes are shared out over the programs from the last one down: those run when the memory falls idle.
-    """
-    programs = tl.num_programs(0) * tl.num_programs(1)
-    program = programs - 1 - (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0))
-    lane = tl.arange(0, LANES)
-    for turn in range(rounds):
-        offset = ((turn * programs + program).to(tl.int64) * LANES + lane) * CHUNK
-        size = tl.where(offset + CHUNK <= total, CHUNK, 0)
-        if CHUNK > 128:
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-                "=r,l,r",
-                [base + offset, size],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
-        else:
-            tl.inline_asm_elementwise(
-                "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-                "=r,l,r",
-                [base + offset, size],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+def _row(at, k_in, EVEN_K: tl.constexpr):
+    """A piece of a row of x in fp32, to be multiplied with a tile."""
+    if EVEN_K:
+        return tl.load(at).to(tl.float32)[None, :]
+    else:  # noqa: RET505
+        return tl.load(at, mask=k_in, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -73,22 +60,20 @@ def _finish_row(acc, m, bias, y, part, n, n_in, N, y_m, split, M: tl.constexpr, 
         tl.store(y + m * y_m + n, total.to(y.dtype.element_ty), mask=n_in)
 
 
-@triton.jit(do_not_specialize=["next_w", "next_rounds", "next_bytes"])
+@triton.jit
 def _rows(
-    x, w, bias, y, part, N, K, x_m, w_n, y_m, next_w, next_rounds, next_bytes,
+    x, w, bias, y, part, N, K, x_m, w_n, y_m,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(M <= 4)
+    step: tl.constexpr = BK * SPLIT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
     k = split * BK + tl.arange(0, BK)
     w_at = w + n.to(tl.int64)[:, None] * w_n + k[None, :]
     x_at = x + k
     n_in = n < N
-    if PDL:
-        tl.extra.cuda.gdc_wait()
     acc0 = tl.zeros((BN, BK), tl.float32)
     if M > 1:
         acc1 = tl.zeros((BN, BK), tl.float32)
@@ -96,35 +81,41 @@ def _rows(
         acc2 = tl.zeros((BN, BK), tl.float32)
     if M > 3:
         acc3 = tl.zeros((BN, BK), tl.float32)
-    for start in tl.range(0, K, BK * SPLIT, num_stages=STAGES):
-        k_in = k + start < K
-        if EVEN_K:
-            if EVEN_N:
-                tile = tl.load(w_at).to(tl.float32)
-            else:
-                tile = tl.load(w_at, mask=n_in[:, None], other=0.0).to(tl.float32)
-            acc0 += tile * tl.load(x_at).to(tl.float32)[None, :]
-            if M > 1:
-                acc1 += tile * tl.load(x_at + x_m).to(tl.float32)[None, :]
-            if M > 2:
-                acc2 += tile * tl.load(x_at + 2 * x_m).to(tl.float32)[None, :]
-            if M > 3:
-                acc3 += tile * tl.load(x_at + 3 * x_m).to(tl.float32)[None, :]
-        else:
-            tile = tl.load(w_at, mask=n_in[:, None] & k_in[None, :], other=0.0).to(tl.float32)
-            acc0 += tile * tl.load(x_at, mask=k_in, other=0.0).to(tl.float32)[None, :]
-            if M > 1:
-                acc1 += tile * tl.load(x_at + x_m, mask=k_in, other=0.0).to(tl.float32)[None, :]
-            if M > 2:
-                acc2 += tile * tl.load(x_at + 2 * x_m, mask=k_in, other=0.0).to(tl.float32)[None, :]
-            if M > 3:
-                acc3 += tile * tl.load(x_at + 3 * x_m, mask=k_in, other=0.0).to(tl.float32)[None, :]
-        w_at += BK * SPLIT
-        x_at += BK * SPLIT
-    if PDL:
+    if EARLY:
+        # no kernel before this one writes weights: the first are loaded before the wait for x, then one step ahead
+        ahead = _tile(w_at, n_in, k < K, EVEN_N, EVEN_K)
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
-        _prefetch(next_w, next_rounds, next_bytes, LANES, CHUNK)
+        for start in range(0, K, step):
+            k_in = k + start < K
+            tile = ahead.to(tl.float32)
+            w_at += step
+            ahead = _tile(w_at, n_in, k + start + step < K, EVEN_N, False)
+            acc0 += tile * _row(x_at, k_in, EVEN_K)
+            if M > 1:
+                acc1 += tile * _row(x_at + x_m, k_in, EVEN_K)
+            if M > 2:
+                acc2 += tile * _row(x_at + 2 * x_m, k_in, EVEN_K)
+            if M > 3:
+                acc3 += tile * _row(x_at + 3 * x_m, k_in, EVEN_K)
+            x_at += step
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for start in tl.range(0, K, step, num_stages=STAGES):
+            k_in = k + start < K
+            tile = _tile(w_at, n_in, k_in, EVEN_N, EVEN_K).to(tl.float32)
+            acc0 += tile * _row(x_at, k_in, EVEN_K)
+            if M > 1:
+                acc1 += tile * _row(x_at + x_m, k_in, EVEN_K)
+            if M > 2:
+                acc2 += tile * _row(x_at + 2 * x_m, k_in, EVEN_K)
+            if M > 3:
+                acc3 += tile * _row(x_at + 3 * x_m, k_in, EVEN_K)
+            w_at += step
+            x_at += step
+        if PDL:
+            tl.extra.cuda.gdc_launch_dependents()
     _finish_row(acc0, 0, bias, y, part, n, n_in, N, y_m, split, M, SPLIT, HAS_BIAS)
     if M > 1:
         _finish_row(acc1, 1, bias, y, part, n, n_in, N, y_m, split, M, SPLIT, HAS_BIAS)
@@ -134,12 +125,11 @@ def _rows(
         _finish_row(acc3, 3, bias, y, part, n, n_in, N, y_m, split, M, SPLIT, HAS_BIAS)
 
 
-@triton.jit(do_not_specialize=["M", "next_w", "next_rounds", "next_bytes"])
+@triton.jit(do_not_specialize=["M"])
 def _lanes(
-    x, w, bias, y, part, N, K, x_m, w_n, y_m, next_w, next_rounds, next_bytes, M,
+    x, w, bias, y, part, N, K, x_m, w_n, y_m, M,
     MP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-    AHEAD: tl.constexpr, LANES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
@@ -168,8 +158,6 @@ def _lanes(
         x_at += span * SPLIT
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
-        _prefetch(next_w, next_rounds, next_bytes, LANES, CHUNK)
     both = tl.sum(acc, 0)
     inside = (m[:, None] < M) & n_in[None, :]
     if SPLIT > 1:
@@ -180,12 +168,11 @@ def _lanes(
         tl.store(y + m[:, None] * y_m + n[None, :], both.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["M", "next_w", "next_rounds", "next_bytes"])
+@triton.jit(do_not_specialize=["M"])
 def _tiles(
-    x, w, bias, y, part, N, K, x_m, w_n, y_m, next_w, next_rounds, next_bytes, M,
+    x, w, bias, y, part, N, K, x_m, w_n, y_m, M,
     MP: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
-    LANES: tl.constexpr, CHUNK: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     split = tl.program_id(1)
@@ -213,8 +200,6 @@ def _tiles(
         x_at += BK * SPLIT
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if AHEAD:
-        _prefetch(next_w, next_rounds, next_bytes, LANES, CHUNK)
     inside = n_in[:, None] & (m[None, :] < M)
     if SPLIT > 1:
         tl.store(part + (split * M + m[None, :]) * N + n[:, None], acc, mask=inside)
@@ -240,35 +225,25 @@ def _combine(part, bias, y, N, y_m, M: tl.constexpr, SPLIT: tl.constexpr, BLOCK:
     tl.store(y + m * y_m + n, total.to(y.dtype.element_ty), mask=inside)
 
 
-def prefetch_rounds(tile: Tile, n: int, nbytes: int) -> int:
-    """Turns every lane of a launch of ``tile`` over n rows has to take to ask for nbytes in all."""
-    programs = triton.cdiv(n, tile.bn) * tile.split
-    return triton.cdiv(nbytes, programs * 32 * tile.warps * CHUNK)
-
-
 def run(
     tile: Tile,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
-    ahead: tuple[int, int] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ w.T + bias with the kernel and block sizes of ``tile``.
 
     x: [M, K] with M from 1 to 16 and unit stride along K; w: [N, K] likewise; bias: [N] contiguous or None; all of one
     dtype, bf16 or fp16, on one device. Returns [M, N] of that dtype (``out`` if given).
-    ahead: (address, bytes) that the kernel asks L2 for when its own loads are done (Hopper and later only).
     """
     rows, k = x.shape
     n = w.shape[0]
     y = torch.empty((rows, n), dtype=x.dtype, device=x.device) if out is None else out
     part = y if tile.split == 1 else torch.empty((tile.split, rows, n), dtype=torch.float32, device=x.device)
-    kernel, arguments = _specialise(tile, rows, n, k, bias is not None, ahead is not None)
-    address, nbytes = ahead or (0, 0)
+    kernel, arguments = _specialise(tile, rows, n, k, bias is not None)
     kernel[(triton.cdiv(n, tile.bn), tile.split)](
-        x, w, bias, y, part, n, k, x.stride(0), w.stride(0), y.stride(0),
-        address, prefetch_rounds(tile, n, nbytes) if ahead else 0, nbytes, **arguments,
+        x, w, bias, y, part, n, k, x.stride(0), w.stride(0), y.stride(0), **arguments,
     )  # fmt: skip
     if tile.split > 1:
         block = 256
@@ -280,16 +255,17 @@ def run(
     return y
 
 
-def warm(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int, ahead: bool = False) -> None:
+def warm(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     """Compile what ``run`` will need for contiguous x and w of these sizes, without launching it."""
-    kernel, arguments = _specialise(tile, rows, n, k, False, ahead)
+    kernel, arguments = _specialise(tile, rows, n, k, False)
     part = dtype if tile.split == 1 else torch.float32
-    far = 2**40 if ahead else 0
-    kernel.warmup(dtype, dtype, None, dtype, part, n, k, k, k, n, far, 1, far and 2**20, *([rows] if tile.kernel != "rows" else ()),
-                  grid=(1, 1), **{a: b for a, b in arguments.items() if a != "M" or tile.kernel == "rows"})  # fmt: skip
+    sizes = (n, k, k, k, n, rows) if tile.kernel != "rows" else (n, k, k, k, n)
+    if tile.kernel != "rows":
+        del arguments["M"]
+    kernel.warmup(dtype, dtype, None, dtype, part, *sizes, grid=(1, 1), **arguments)
 
 
-def _specialise(tile: Tile, rows: int, n: int, k: int, has_bias: bool, ahead: bool) -> tuple[Any, dict[str, Any]]:
+def _specialise(tile: Tile, rows: int, n: int, k: int, has_bias: bool) -> tuple[Any, dict[str, Any]]:
     """The kernel of ``tile`` and its compile-time arguments for a product of rows x k by n x k."""
     arguments: dict[str, Any] = {
         "BN": tile.bn,
@@ -300,16 +276,13 @@ def _specialise(tile: Tile, rows: int, n: int, k: int, has_bias: bool, ahead: bo
         "EVEN_K": k % tile.span == 0,
         "HAS_BIAS": has_bias,
         "PDL": tile.pdl,
-        "AHEAD": ahead,
-        "LANES": 32 * tile.warps,
-        "CHUNK": CHUNK,
         "num_warps": tile.warps,
         "num_stages": max(tile.stages, 1),
     }
     if tile.pdl:
         arguments["launch_pdl"] = True
     if tile.kernel == "rows":
-        return _rows, arguments | {"M": rows}
+        return _rows, arguments | {"M": rows, "EARLY": tile.pdl and tile.early}
     if tile.kernel == "lanes":
         return _lanes, arguments | {"M": rows, "MP": 16, "SLICES": tile.slices}
     return _tiles, arguments | {"M": rows, "MP": 8 if rows <= 8 and tile.narrow else 16}

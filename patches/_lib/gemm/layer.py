@@ -32,7 +32,7 @@ def fused_layer(original: Callable[..., Any], mlp_class: type, op_name: str, pat
 
     from patches._lib.gemm import dispatch
 
-    op = dispatch.norm_gate_up_op(op_name, dispatch.Chooser(patch, count), dispatch.linear(dispatch.Chooser(patch, count)))
+    op = dispatch.norm_gate_up_op(op_name, dispatch.Chooser(patch, count))
 
     def forward(self: Any, positions: Any, hidden_states: Any, residual: Any) -> Any:
         norm, mlp = self.post_attention_layernorm, self.mlp
@@ -66,7 +66,7 @@ def fused_layer(original: Callable[..., Any], mlp_class: type, op_name: str, pat
 
 
 def unusable(facts: Facts) -> str | None:
-    """A reason not to fuse on these facts: batch invariance, or no fused entry in a table of this device."""
+    """A reason not to fuse on these facts: batch invariance, or no table of this device."""
     from patches._lib.gemm import summary
 
-    return summary.batch_invariant(facts) or summary.no_table(facts, op="norm_gate_up")
+    return summary.batch_invariant(facts) or summary.no_table(facts)

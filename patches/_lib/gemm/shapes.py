@@ -11,14 +11,12 @@ VOCABULARY_PAD = 64  # vLLM pads the vocabulary to a multiple of this before it 
 
 @dataclass(frozen=True)
 class Product:
-    """One weight [n, k] of a rank: which layers, how often a decode step runs it, and whether it can be fused (see
-    ``fused.norm_gate_up``)."""
+    """One weight [n, k] of a rank: which layers, and how often a decode step runs it."""
 
     name: str
     n: int
     k: int
     count: int
-    fusable: bool = False
 
 
 def products(config: Mapping[str, Any], tp: int = 1) -> list[Product]:
@@ -64,9 +62,8 @@ def products(config: Mapping[str, Any], tp: int = 1) -> list[Product]:
     experts = any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     if not experts:
         inner = number("intermediate_size") // tp
-        fusable = str(text.get("model_type", "")) in ("qwen3", "llama", "mistral")
         found += [
-            Product("gate_up", 2 * inner, hidden, layers, fusable),
+            Product("gate_up", 2 * inner, hidden, layers),
             Product("down", hidden, inner, layers),
         ]
     vocabulary = number("vocab_size")

@@ -29,13 +29,11 @@ def batch_invariant(facts: Facts) -> str | None:
     return None
 
 
-def no_table(facts: Facts, extra: str = "", op: str = "linear") -> str | None:
+def no_table(facts: Facts, extra: str = "") -> str | None:
     """Why no table serves these facts, or None. The server's processes check again on the device itself."""
-    entries, used, rejected = table.choose(_device(facts), table.folders(extra))
-    if any(key[0] == op for key in entries):
+    entries, _, rejected = table.choose(_device(facts), table.folders(extra))
+    if entries:
         return None
-    if used:
-        return f"{', '.join(used)} has no entry for {op}. To make some: python -m overlay tune MODEL"
     here = facts.hardware.name or facts.hardware.arch or "this device"
     reasons = "; ".join(rejected) or "there are none"
     return f"no table of measured products for {here}: {reasons}. To make one: python -m overlay tune MODEL"

@@ -27,9 +27,8 @@ SHIPPED = Path(__file__).parent / "tables"
 MAX_ROWS = 16  # rows of x that the kernels take
 DTYPES = ("bfloat16", "float16")
 KERNELS = ("rows", "lanes", "tiles")
-OPS = ("linear", "norm_gate_up")
 
-Key = tuple[str, str, int, int, int]  # op, dtype, m, n, k
+Key = tuple[str, int, int, int]  # dtype, m, n, k
 
 
 class TableError(ValueError):
@@ -42,7 +41,8 @@ class Tile:
 
     bn: rows of w a program. bk: elements of K a step (a slice). slices: slices of K over warps (``lanes``). split: parts
     of K over programs. stages: depth of the software pipeline (1: plain loads). pdl: programmatic dependent launch.
-    narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``.
+    narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``. early: with ``pdl`` in ``rows``, the first
+    weights are loaded before the kernel before this one has ended, and the next kernel may start to do the same.
     """
 
     kernel: str
@@ -54,6 +54,7 @@ class Tile:
     slices: int = 1
     pdl: bool = False
     narrow: bool = False
+    early: bool = False
 
     @property
     def span(self) -> int:
@@ -74,15 +75,14 @@ class Tile:
             return "split must be 1 to 32, stages 1 to 8, warps 1 to 32"
         if self.slices > 1 and self.kernel != "lanes":
             return f"slices belong to kernel 'lanes', not to {self.kernel!r}"
+        if self.early and not (self.kernel == "rows" and self.pdl and self.stages == 1):
+            return "early needs kernel 'rows' with pdl and one stage"
         return None
 
 
 @dataclass(frozen=True)
 class Entry:
     """One measured winner: x is [m, k], w is [n, k].
-
-    op: ``linear``, or ``norm_gate_up`` (add, RMS norm, gate and up product, SiLU and product: see ``fused``), whose
-    original is the platform's product between two small kernels.
 
     us: a launch of the tile, original_us: of the platform's own call, both in graph replay with weights from memory.
     limit_us: the bytes moved once over the measured copy bandwidth. error: largest relative error against float64.
@@ -97,16 +97,14 @@ class Entry:
     original_us: float
     limit_us: float
     error: float = 0.0
-    op: str = "linear"
 
     @property
     def key(self) -> Key:
-        return (self.op, self.dtype, self.m, self.n, self.k)
+        return (self.dtype, self.m, self.n, self.k)
 
     def to_line(self) -> dict[str, Any]:
         tile = {f.name: getattr(self.tile, f.name) for f in fields(Tile) if getattr(self.tile, f.name) != f.default}
-        op = {} if self.op == "linear" else {"op": self.op}
-        return op | {
+        return {
             "dtype": self.dtype, "m": self.m, "n": self.n, "k": self.k, **tile, "us": self.us,
             "original_us": self.original_us, "limit_us": self.limit_us, "error": self.error,
         }  # fmt: skip
@@ -193,22 +191,20 @@ def load(path: str | Path) -> Table:
 def _entry(line: Any, where: str) -> Entry:
     if not isinstance(line, dict):
         raise TableError(f"{where}: expected an object")
-    own = {"op", "dtype", "m", "n", "k", "error", *_NUMBERS}
+    own = {"dtype", "m", "n", "k", "error", *_NUMBERS}
     known = own | {f.name for f in fields(Tile)}
-    needed = (own - {"error", "op"}) | {f.name for f in fields(Tile) if f.default is MISSING}
+    needed = (own - {"error"}) | {f.name for f in fields(Tile) if f.default is MISSING}
     if missing := sorted(needed - set(line)):
         raise TableError(f"{where}: {missing[0]} is missing")
     if unknown := sorted(set(line) - known):
         raise TableError(f"{where}: unknown key {unknown[0]!r}")
     for name, value in line.items():
-        kinds = {"op": str, "dtype": str, "kernel": str, "pdl": bool, "narrow": bool}
+        kinds = {"dtype": str, "kernel": str, "pdl": bool, "narrow": bool, "early": bool}
         kind = kinds.get(name, (int, float) if name in (*_NUMBERS, "error") else int)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise TableError(f"{where}: {name} is {value!r}, of the wrong type")
     if line["dtype"] not in DTYPES:
         raise TableError(f"{where}: dtype is {line['dtype']!r}, expected {' or '.join(DTYPES)}")
-    if line.get("op", "linear") not in OPS:
-        raise TableError(f"{where}: op is {line['op']!r}, expected {' or '.join(OPS)}")
     if min(line["m"], line["n"], line["k"]) < 1 or min(line[name] for name in _NUMBERS) <= 0:
         raise TableError(f"{where}: sizes and times must be positive")
     tile = Tile(**{name: value for name, value in line.items() if name not in own})
@@ -224,7 +220,7 @@ def save(table: Table, path: str | Path) -> None:
     path = Path(path)
     head = {name: getattr(table, name) for name in _HEAD if name != "entries"}
     head["devices"] = list(table.devices)
-    order = sorted(table.entries.values(), key=lambda entry: (entry.op, entry.dtype, entry.n, entry.k, entry.m))
+    order = sorted(table.entries.values(), key=lambda entry: (entry.dtype, entry.n, entry.k, entry.m))
     lines = ",\n  ".join(json.dumps(entry.to_line()) for entry in order)
     text = json.dumps(head, indent=1)[:-2] + ',\n "entries": [\n  ' + lines + "\n ]\n}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
