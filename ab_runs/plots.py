@@ -122,7 +122,7 @@ def hits(verdict: Mapping[str, Any]) -> str:
         label="refusals",
     )
     if names:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     else:
         axes.text(0.5, 0.5, "no patch counted anything", ha="center", transform=axes.transAxes)
         axes.set_yticks([])

@@ -18,7 +18,7 @@ def test_a_single_culprit_is_found_in_few_tests(culprit):
     assert len(found.tested) <= 6  # 7 patches: the whole, three halvings, alone
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(PATCHES, 2))
+@pytest.mark.parametrize("pair", list(itertools.combinations(PATCHES, 2)))
 def test_a_pair_that_is_bad_only_together_is_named_with_what_came_before(pair):
     found = search(PATCHES, lambda subset: BAD if set(pair) <= set(subset) else GOOD)
     assert found.patch == pair[1] and pair[0] in found.before and found.alone == GOOD

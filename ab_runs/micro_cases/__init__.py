@@ -1,0 +1,1 @@
+"""Realistic inputs for the micro layer, one module a patch (see ``ab_runs.micro``)."""
