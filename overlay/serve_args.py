@@ -231,32 +231,57 @@ class ServeArgs:
         return _insert(words, [argument.name, json.dumps(value)])  # from a --config file: a flag with all of it comes later
 
 
-def _argparse(
-    words: Sequence[str], grammar: Grammar, given: list[_Given], positional: list[str]
-) -> list[str]:
+class _Sink:
+    """Where the actions of a parser put what they are given."""
+
+    def __init__(self) -> None:
+        self.given: list[_Given] = []
+        self.positional: list[str] = []
+
+
+def _argparse(words: Sequence[str], grammar: Grammar, given: list[_Given], positional: list[str]) -> list[str]:
     """Let argparse take ``words`` apart by the release's options. Returns the words it does not recognise."""
+    parser, sink = _parser(grammar)
+    sink.given, sink.positional = given, positional
+    return parser.parse_known_args(list(words))[1]
 
-    def recorder(argument: Argument) -> type[argparse.Action]:
-        class Record(argparse.Action):
-            def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-                if values is None or values == []:
-                    taken: tuple[str, ...] = ()
-                else:
-                    taken = tuple(values) if isinstance(values, list) else (values,)
-                given.append(_Given(argument, option_string or "", taken))
 
-        return Record
+_built: dict[int, tuple[Grammar, _Parser, _Sink]] = {}
 
+
+def _parser(grammar: Grammar) -> tuple[_Parser, _Sink]:
+    """A parser of the release's options; kept, because building one takes longer than using it."""
+    if id(grammar) not in _built:
+        sink = _Sink()
+        parser = _Parser(prog="vllm serve", add_help=False)
+        parser.add_argument("model_tag", nargs="?", action=_position(sink))
+        for argument in grammar.arguments:
+            action = _recorder(argument, sink)
+            parser.add_argument(*argument.strings, dest=argument.dest, nargs=argument.nargs, action=action)
+        _built[id(grammar)] = (grammar, parser, sink)
+    _, parser, sink = _built[id(grammar)]
+    return parser, sink
+
+
+def _recorder(argument: Argument, sink: _Sink) -> type[argparse.Action]:
+    class Record(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+            if values is None or values == []:
+                taken: tuple[str, ...] = ()
+            else:
+                taken = tuple(values) if isinstance(values, list) else (values,)
+            sink.given.append(_Given(argument, option_string or "", taken))
+
+    return Record
+
+
+def _position(sink: _Sink) -> type[argparse.Action]:
     class Position(argparse.Action):
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             if values is not None:
-                positional.append(values)
+                sink.positional.append(values)
 
-    parser = _Parser(prog="vllm serve", add_help=False)
-    parser.add_argument("model_tag", nargs="?", action=Position)
-    for argument in grammar.arguments:
-        parser.add_argument(*argument.strings, dest=argument.dest, nargs=argument.nargs, action=recorder(argument))
-    return parser.parse_known_args(list(words))[1]
+    return Position
 
 
 def _values(given: Iterable[_Given], grammar: Grammar) -> tuple[dict[str, Any], list[str]]:
@@ -309,7 +334,7 @@ def convert(word: str, kind: str, suffixes: bool = True) -> Any:
     if text in ("", "None"):
         return None
     if kind == INT:
-        return human_int(text) if suffixes or not text[-1:].isalpha() else int(text)
+        return human_int(text)  # every release reads 32k here; suffixes are about dotted keys and JSON
     if kind == FLOAT:
         return float(text)
     if kind == JSON or (kind == JSON_OR_STR and re.fullmatch(r"(?s)\s*{.*}\s*", text)):

@@ -192,7 +192,7 @@ def _value(text: str, grammar: Grammar) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        if grammar.suffixes and text != "auto":
+        if grammar.suffixes and text.lower() != "auto":
             try:
                 return human_int(text)
             except ValueError:
@@ -217,7 +217,7 @@ _BINARY = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def human_int(text: str) -> int:
     """``1k`` is 1000, ``1K`` is 1024, ``25.6k`` is 25600, ``auto`` is -1. Raises ValueError."""
     text = text.strip()
-    if text == "auto":
+    if text.lower() == "auto":
         return -1
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text)
     if found is None:
