@@ -92,14 +92,14 @@ def decode_step(
         stride = tl.load(group + 2)
         size = tl.load(group + 3)
         slot = ((program - 1) % CHUNKS) * CHUNK + tl.arange(0, CHUNK)
-        live = slot < num_reqs
+        active = slot < num_reqs
         if SINGLE:
             at = tl.zeros([CHUNK], dtype=tl.int64) + position
         else:
-            at = tl.load(_pointer(table, 5, tl.int32) + slot, mask=live, other=0).to(tl.int64)
-        block = tl.load(blocks + slot.to(tl.int64) * stride + at // size, mask=live, other=0).to(tl.int64)
-        value = tl.where(live, block * size + at % size, PAD)
+            at = tl.load(_pointer(table, 5, tl.int32) + slot, mask=active, other=0).to(tl.int64)
+        block = tl.load(blocks + slot.to(tl.int64) * stride + at // size, mask=active, other=0).to(tl.int64)
+        value = tl.where(active, block * size + at % size, PAD)
         if SLOTS > 0:
             tl.store(slots + slot, value, mask=slot < SLOTS)
         else:
-            tl.store(slots + slot, value, mask=live)
+            tl.store(slots + slot, value, mask=active)
