@@ -436,6 +436,30 @@ def measure(bench: Bench, patches: list[str], options: dict[str, Any], batches: 
     return found
 
 
+def compare(bench: Bench, patches: list[str], options: dict[str, Any], batches: list[int], args: Any) -> dict[str, Any]:
+    """Token ids of both arms, stock first and last, in one process where requests are admitted together: with an engine
+    process of its own, who shares a prefill depends on when requests arrive, and stock does not repeat itself.
+    """
+    found: dict[str, Any] = {"boot_s": bench.boot_s, "batches": {}}
+    for batch in batches:
+        bench.generate(batch, 16)
+        ids = {}
+        for arm in ("stock", "patched", "stock again"):
+            if arm == "patched":
+                found["builds"] = bench.rpc("probe_apply", patches, options)
+            _, ids[arm] = bench.generate(batch, args.tokens)
+            if arm == "patched":
+                counters = {k: v for k, v in bench.rpc("probe_counters").items() if k in patches}
+                bench.rpc("probe_rollback")
+        found["batches"][batch] = {
+            "stock_repeats": ids["stock"] == ids["stock again"],
+            "ids_equal": ids["stock"] == ids["patched"],
+            "distinct_tokens": [len(set(tokens)) for tokens in ids["stock"]],
+            "counters": counters,
+        }
+    return found
+
+
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", required=True, help="folder that holds the models' folders")
@@ -447,6 +471,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=450, help="start no further engine after this long")
     parser.add_argument("--boot-seconds", type=float, default=110, help="time to allow for one engine's start")
+    parser.add_argument("--exact", action="store_true", help="compare token ids only, in one process, nothing timed")
     parser.add_argument("--no-cprofile", dest="cprofile", action="store_false")
     parser.add_argument("--setting", action="append", default=[], help="further LLM setting, name=JSON")
     return parser.parse_args()
@@ -458,6 +483,8 @@ def main(description: str | None, runner: str, patches: list[str], options: dict
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if args.exact:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     began = time.time()
     result: dict[str, Any] = {"runner": runner, "patches": patches, "machine": machine(), "engines": {}}
     out = Path(args.out)
@@ -472,7 +499,8 @@ def main(description: str | None, runner: str, patches: list[str], options: dict
         try:
             bench = Bench(str(Path(args.models) / model), settings)
             bench.rpc("probe_vary", 40.0)
-            result["engines"][item] = measure(bench, patches, options, args.batches, args)
+            run = compare if args.exact else measure
+            result["engines"][item] = run(bench, patches, options, args.batches, args)
             bench.close()
         except Exception as error:  # keep what the other engines gave
             import traceback
@@ -481,7 +509,7 @@ def main(description: str | None, runner: str, patches: list[str], options: dict
             result["engines"][item] = {"failed": f"{type(error).__name__}: {error}"}
         result["seconds"] = round(time.time() - began, 1)
         out.write_text(json.dumps(result, indent=1))
-    table(result)
+    print(json.dumps(result["engines"], indent=1)) if args.exact else table(result)
 
 
 def machine() -> dict[str, Any]:
