@@ -30,7 +30,11 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--workload", choices=list(PRESETS), metavar="PRESET", help="a preset (see `presets`)")
         command.add_argument("--boots", type=int, help="boots per arm, in place of the spec's")
         command.add_argument("--python", help="the interpreter that has vLLM (default: this one)")
-        command.add_argument("--out", type=Path, help="the run's folder (default: ab_runs/out/NAME)")
+        command.add_argument(
+            "--out",
+            type=Path,
+            help="the run's folder (default: the first of ab_runs/out/NAME, NAME-2, … that is not finished)",
+        )
         command.add_argument("--results", type=Path, default=RESULTS, help="where the record of the verdict goes")
         command.add_argument("--no-record", action="store_true", help="keep no record of the verdict")
         command.add_argument("--retry-failed", action="store_true", help="measure boots again whose server failed")
@@ -100,11 +104,21 @@ def _measure(spec: Spec, args: argparse.Namespace) -> int:
     """Measure, then judge, report and record."""
     from ab_runs import runner
 
-    store = runner.run(spec, args.out or OUT / spec.name, retry_failed=args.retry_failed)
+    store = runner.run(spec, args.out or unfinished(spec.name), retry_failed=args.retry_failed)
     verdict = finish(store.folder, None if args.no_record else args.results)
     for arm in verdict["arms"].values():
         print(arm["summary"])
     return 0 if verdict["valid"] else 1
+
+
+def unfinished(name: str) -> Path:
+    """Where a run of this name goes without ``--out``: its first folder that is not finished (``NAME``, ``NAME-2``...)."""
+    from ab_runs.store import Store
+
+    number = 1
+    while Store(folder := OUT / (name if number == 1 else f"{name}-{number}")).finished:
+        number += 1
+    return folder
 
 
 def finish(folder: Path, results: Path | None) -> dict[str, Any]:
@@ -145,7 +159,7 @@ def _describe(spec: Spec, args: argparse.Namespace) -> int:
     from ab_runs import schedule
     from ab_runs.store import Store
 
-    store = Store(args.out or OUT / spec.name)
+    store = Store(args.out or unfinished(spec.name))
     done = [store.sample(slot) for slot in schedule.slots(spec)]
     measured = [sum(sample["seconds"].values()) for sample in done if sample and sample.get("status") == "ok"]
     print(schedule.describe(spec, measured))
@@ -184,8 +198,9 @@ def _leave_one_out(args: argparse.Namespace) -> int:
     spec = attribute.leave_one_out(_spec(args), args.arm)
     if args.dry_run:
         return _describe(spec, args)
+    args.out = args.out or unfinished(spec.name)
     code = _measure(spec, args)
-    print(attribute.contributions(args.out or OUT / spec.name))
+    print(attribute.contributions(args.out))
     return code
 
 

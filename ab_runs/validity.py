@@ -96,7 +96,11 @@ def window(spec: Spec, boots: Sequence[Boot]) -> list[Violation]:
     for boot in boots:
         cache = boot.window.get("prefix_cache") or {}
         hits, queries = cache.get("hits", 0) or 0, cache.get("queries", 0) or 0
-        if "--enable-prefix-caching" in spec.serve_flags:
+        on = "--enable-prefix-caching" in spec.serve_flags
+        if not on and str((boot.record.get("engine") or {}).get("enable_prefix_caching")) == "True":
+            detail = "the engine runs with prefix caching, though it was to be off"
+            found.append(Violation("warm-prefix-cache", boot.arm, detail, (boot.index,)))
+        if on:
             shares[boot.index] = hits / queries if queries else 0.0
         elif hits:
             detail = f"{hits:.0f} of {queries:.0f} tokens came from it, though prefix caching was to be off"
@@ -157,15 +161,23 @@ def environments(spec: Spec, plans: Mapping[str, Plan], boots: Sequence[Boot]) -
     for boot in boots:
         own, _ = planning.contributed(plans[boot.arm])
         others, _ = planning.contributed(base)
-        explained = {name.split(".")[0] for name in own | others}
+        explained = _explained(own | others)
         for key, value in (boot.record.get("engine") or {}).items():
-            if key not in explained and value != first.setdefault(f"engine.{key}", value):
+            if not explained & {key, "*"} and value != first.setdefault(f"engine.{key}", value):
                 detail = f"engine setting {key}: {_short(first[f'engine.{key}'])} against {_short(value)}"
                 found.append(Violation("unequal-environments", boot.arm, detail, (boot.index,)))
         for key, value in (boot.record.get("machine") or {}).items():
             if value != first.setdefault(f"machine.{key}", value):
                 detail = f"machine, {key}: {_short(first[f'machine.{key}'])} against {_short(value)}"
                 found.append(Violation("unequal-environments", boot.arm, detail, (boot.index,)))
+    return found
+
+
+def _explained(arguments: set[str]) -> set[str]:
+    """The engine's own settings that config patches change with these arguments; ``*`` for any."""
+    found = {name.split(".")[0] for name in arguments}
+    if found & {"compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"}:
+        found |= {"compilation_config", "capture_sizes"}
     return found
 
 

@@ -3,12 +3,12 @@
 import json
 
 import pytest
-from made import Made, answer, bench
 
 from ab_runs import judge as judging
 from ab_runs import validity
 from ab_runs.judge import judge
 from ab_runs.store import StoreError
+from tests.ab_runs.made import Made, answer, bench
 
 
 @pytest.fixture
@@ -81,6 +81,13 @@ def test_answers_that_got_shorter_are_not_speed(tmp_path):
 def test_a_warm_prefix_cache(made):
     made.change(3, window__prefix_cache={"queries": 80, "hits": 16})
     assert "16 of 80 tokens" in seen(made, "warm-prefix-cache")[0]["detail"]
+
+
+def test_an_engine_that_caches_prefixes_against_the_spec(made):
+    """`enable-prefix-caching: false` in a file was once dropped: the effective setting counts, not the flag."""
+    for index in range(8):
+        made.change(index, engine__enable_prefix_caching="True")
+    assert "though it was to be off" in seen(made, "warm-prefix-cache")[0]["detail"]
 
 
 def test_prefix_caching_on_purpose_must_serve_both_arms_alike(tmp_path):
@@ -164,6 +171,7 @@ def test_plans_that_differ_in_more_than_the_patches(made, updates, said):
 
 def test_what_a_config_patch_says_that_it_adds_is_no_inequality(tmp_path):
     made = Made(tmp_path / "run", arms={"stock": "off", "patched": {"only": ["knob"]}})
+    made.change(1, engine__capture_sizes=[1, 2])  # it is the sizes that the patch sets
     assert judge(made.store.folder)["valid"]
     words = ["carry.py", "serve", "m", "--enforce-eager", "--compilation-config", '{"sizes": [1, 2], "mode": 3}']
     made.change_plan("patched", argv=words)

@@ -5,12 +5,12 @@ import dataclasses
 
 import pytest
 import yaml
-from made import FACTS, Made
 
 from ab_runs import records as writing
 from ab_runs.judge import judge
 from overlay import records
 from overlay.facts import Build, Facts, Hardware, Model
+from tests.ab_runs.made import FACTS, Made
 
 
 def facts(**changes):

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from made import Made, bench
 
 from ab_runs import report
 from ab_runs.judge import judge
+from tests.ab_runs.made import Made, bench
 
 PLOTS = ("plot-order", "plot-distribution", "plot-effect", "plot-hits")
 WIDTH, HEIGHT = 1000, 3600

@@ -250,6 +250,16 @@ def test_the_command_line_measures_reports_and_keeps_a_record(tmp_path, capsys):
     assert "+fast" in capsys.readouterr().out
 
 
+def test_without_a_folder_a_run_resumes_the_unfinished_one_and_leaves_finished_ones_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "OUT", tmp_path)
+    assert cli.unfinished("demo") == tmp_path / "demo"
+    store = Store(tmp_path / "demo")
+    store.begin({})
+    assert cli.unfinished("demo") == tmp_path / "demo"
+    store.finish({})
+    assert cli.unfinished("demo") == tmp_path / "demo-2"
+
+
 def test_leave_one_out_measures_the_set_without_each_of_its_patches(tmp_path, capsys):
     file = tmp_path / "spec.yaml"
     file.write_text(dump({**SPEC, "arms": {"stock": "off", "set": {"only": ["fast", "knob"]}}}))

@@ -146,7 +146,7 @@ def test_the_description_says_order_load_and_length():
 
 
 def test_every_shipped_spec_is_good(monkeypatch):
-    monkeypatch.setenv("SMOLLM2", "model")
+    monkeypatch.setenv("OVERLAY_CACHE", "cache")
     monkeypatch.setenv("MODEL", "model")
     assert shipped()
     for path in SPECS.glob("*.yaml"):
