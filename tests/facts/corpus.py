@@ -1,6 +1,6 @@
 """Command lines, in every spelling that vLLM reads, and what is added to them. Files are relative to ``data/serve``."""
 
-TRANSFER = '{"kv_connector": "c", "kv_buffer_size": 2k, "kv_role": "kv_both"}'
+TRANSFER = '{"kv_connector": "c", "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 2k}}'
 COMPILATION = '{"mode": 3, "pass_config": {"fuse_norm_quant": false}}'
 
 # name -> words behind `vllm serve`
@@ -42,7 +42,7 @@ LINES: dict[str, list[str]] = {
     "dotted after json": ["m", "-cc", COMPILATION, "-cc.cudagraph_mode", "NONE"],
     "json after dotted": ["m", "-cc.cudagraph_mode", "NONE", "-cc", COMPILATION],
     "dotted numbers in letters": [
-        *("m", "--kv-transfer-config.kv_buffer_size", "2k", "--kv-transfer-config.kv_connector=c"),
+        *("m", "--kv-transfer-config.kv_port", "2k", "--kv-transfer-config.kv_connector=c"),
         "--kv-transfer-config.kv_role=kv_both",
     ],
     "dotted negative number": ["m", "--hf-overrides.a", "-1.5"],
@@ -109,6 +109,6 @@ ADDITIONS: dict[str, dict] = {
         "hf_overrides.text_config.x": "y",
         "served_model_name": ["s"],
         "additional_config": {"ours": {"k": 1}},
-        "kv_transfer_config.kv_rank": -1,
+        "hf_overrides.negative": -1,
     },
 }

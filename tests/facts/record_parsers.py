@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -51,6 +52,8 @@ def main() -> None:
                 said = {"values": {dest: value for dest, value in said["values"].items() if value != defaults[dest]}}
             kept.append({"words": words, **said})
         content = {"release": name, "defaults": defaults, "grammar": answer["grammar"], "answers": kept}
+        grammar = replace(from_source(Path(folder) / "vllm"), source=name)
+        (HERE / f"data/grammar-{name}.json").write_text(grammar.to_json() + "\n")
         (HERE / f"data/parser-{name}.json").write_text(json.dumps(content, indent=0, sort_keys=True) + "\n")
         print(name, len(kept), flush=True)
 
