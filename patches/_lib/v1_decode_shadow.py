@@ -39,7 +39,12 @@ def snapshot(runner: Any, result: Any) -> dict[str, Any]:
     for i, table in enumerate(runner.input_batch.block_table.block_tables):
         found[f"slot mapping of group {i}"] = table.slot_mapping.gpu.cpu().clone()
         found[f"block table of group {i}"] = table.block_table.gpu.cpu().clone()
-    found["logits indices"] = result[0].cpu().clone()
+    picked = result[0]
+    if isinstance(picked, slice):  # the same rows by other means
+        import torch
+
+        picked = torch.arange(picked.start, picked.stop, dtype=torch.int32)
+    found["logits indices"] = picked.cpu().clone()
     found["spec decode metadata"] = result[1]
     found["further values"] = tuple(result[2:])
     return found

@@ -58,6 +58,7 @@ class DecodeState:
         self.positions = None if self.on_device else runner.positions.np
         self.rows = np.arange(self.max_reqs + 1)
         self.arange = torch.arange(self.max_reqs, dtype=torch.int32, device=self.device)
+        self.fast_prefill = bool(getattr(runner.cache_config, "kv_sharing_fast_prefill", False))
         self.indices: dict[int, Any] = {}  # number of requests -> logits indices
         self.accounts = [getattr(runner, name) for name in self.HOST_ONLY if hasattr(runner, name)]
         self.addresses = self.addresses_of(runner)
@@ -250,10 +251,15 @@ class DecodeState:
             self.rope.np[:, :number] = [p + d for p, d in zip(positions, deltas, strict=True)]
 
     def logits_indices(self, number: int) -> Any:
-        """The row of each request's only token: int32 [requests], on the device, never written."""
+        """What picks each request's only row out of the hidden states.
+
+        A slice: the runner takes ``hidden_states[logits_indices]``, and that is then a view in place of a gathered copy
+        of the same rows. Fast prefill of shared KV caches reads the indices themselves (int32 [requests], on the device,
+        never written).
+        """
         found = self.indices.get(number)
         if found is None:
-            found = self.indices[number] = self.arange[:number]
+            found = self.indices[number] = self.arange[:number] if self.fast_prefill else slice(0, number)
         return found
 
 

@@ -31,6 +31,7 @@ def prepare(root: str | None, version: str) -> None:
     A folder with a dist-info that says ``+cpu`` goes on the path: vLLM takes its platform from its version.
     """
     os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # a sampler helper is compiled, for which there is no need here
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import triton.backends
@@ -146,8 +147,13 @@ class Lab:
         if not torch.distributed.is_initialized():
             init_distributed()
         self.kv_cache_config = make_kv_cache_config(groups)
-        with _torch_cuda_wrapper():  # vLLM's own: streams and events that do nothing
-            self.runner = GPUModelRunner(self.config, torch.device("cpu"))
+        # what vLLM's own CPU runner leaves out: the device's properties (0.18.1 asks for them), streams and events
+        asked, GPUModelRunner._init_device_properties = GPUModelRunner._init_device_properties, lambda runner: None
+        try:
+            with _torch_cuda_wrapper():
+                self.runner = GPUModelRunner(self.config, torch.device("cpu"))
+        finally:
+            GPUModelRunner._init_device_properties = asked
         self.runner.use_async_scheduling = True
         self.runner.kv_cache_config = self.kv_cache_config
         self._make_batch(groups)
@@ -181,7 +187,8 @@ class Lab:
         import torch
 
         length = request.num_prompt_tokens
-        request.mrope_positions = torch.randint(0, length, (3, length), dtype=torch.int64)
+        generator = torch.Generator().manual_seed(self.random.randrange(1 << 30))
+        request.mrope_positions = torch.randint(0, length, (3, length), dtype=torch.int64, generator=generator)
         request.mrope_position_delta = self.random.randrange(-min(length, 9), 1)
 
     def _make_scheduler(self) -> Any:
@@ -293,8 +300,6 @@ class Lab:
                 self.add()
         elif pick < 0.10:
             self.abort()
-        elif pick < 0.12 and self.runner.input_batch.num_reqs > 1 and not self.pending[-1:]:
-            pass
 
     def step(self, churn: bool = True) -> Any | None:
         """One whole step; what ``_prepare_inputs`` returned, or None where nothing was scheduled."""

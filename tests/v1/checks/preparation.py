@@ -1,0 +1,159 @@
+"""What the patches around ``_prepare_inputs`` leave behind, against a stock twin under the same scheduler history."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from tests.support import applied
+from tests.v1 import lab
+from tests.v1.checks.block_table import counted, spent
+
+STEPS = 80
+TOGETHER = ("block-table-dirty", "unchanged-copies", "mrope-pinned-copy", "decode-input-prep")
+
+
+def before_0_28(release: str) -> bool:
+    return tuple(map(int, release.split("."))) < (0, 28, 0)
+
+
+def history(seed: int, steps: int, patches: tuple[str, ...], release: str, **settings: Any) -> list[dict[str, Any]]:
+    """Every buffer of every step. ``settings`` go to the lab."""
+    from patches._lib.v1_decode_shadow import snapshot
+
+    options = settings.pop("options", {})
+    touch = settings.pop("touch", None)
+    seen = []
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(applied(patch, version=release, **options.get(patch, {})))
+        world = lab.Lab(seed, **settings)
+        for step in range(steps):
+            if touch is not None:
+                touch(world, step)
+            returned = world.step()
+            if returned is not None:
+                seen.append(snapshot(world.runner, returned))
+    return seen
+
+
+def assert_twins(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    from patches._lib.v1_decode_shadow import differences
+
+    assert len(ours) == len(theirs)
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        different = differences(mine, other)
+        assert not different, f"step {step}: {different}"
+
+
+def check_every_buffer_equals_the_stock_twins_after_every_step(release: str) -> dict[str, Any]:
+    """All patches together: chunked prefill, decode of N, new, finished, aborted, preempted, resumed, prefix hits."""
+    patches = tuple(p for p in TOGETHER if p != "mrope-pinned-copy")
+    before = {p: counted(p) for p in patches}
+    assert_twins(history(11, STEPS, patches, release), history(11, STEPS, (), release))
+    events = {p: spent(p, before[p]) for p in patches}
+    assert events["decode-input-prep"]["hit"] > 30, events
+    assert events["block-table-dirty"]["hit"] > 20, events
+    assert events["unchanged-copies"].get("hit", 0) > 5, events
+    return events
+
+
+def check_every_buffer_equals_the_stock_twins_with_mrope(release: str) -> dict[str, Any]:
+    patches = tuple(p for p in TOGETHER if before_0_28(release) or p != "mrope-pinned-copy")
+    before = {p: counted(p) for p in patches}
+    world = {"groups": 1, "mrope": True}
+    assert_twins(history(12, 40, patches, release, **world), history(12, 40, (), release, **world))
+    events = {p: spent(p, before[p]) for p in patches}
+    assert events["decode-input-prep"]["hit"] > 10, events
+    if before_0_28(release):
+        assert events["mrope-pinned-copy"]["hit"] > 5, events
+    return events
+
+
+def check_the_shadow_finds_every_integer_equal(release: str) -> dict[str, Any]:
+    before = counted("decode-input-prep")
+    history(13, 30, ("decode-input-prep",), release, options={"decode-input-prep": {"shadow": True}})
+    events = spent("decode-input-prep", before)
+    assert events["shadow equal"] == events["hit"] > 10 and "shadow different" not in events, events
+    return events
+
+
+def check_copies_are_left_out_only_where_the_bytes_are_there(release: str) -> dict[str, Any]:
+    """unchanged-copies alone, with writes to the device in between: PyTorch's are seen, an announced kernel's too."""
+    import torch
+
+    from patches._lib.held import forget
+
+    def touch(world: lab.Lab, step: int) -> None:
+        buffer = world.runner.query_start_loc
+        if step % 7 == 3:
+            buffer.gpu.fill_(-9)
+        if step % 7 == 5:
+            buffer.gpu.numpy()[:] = -8  # past the version counter, as a kernel would
+            forget(buffer)
+        if step % 11 == 4:
+            world.runner.discard_request_mask.gpu[:2] |= True
+
+    before = counted("unchanged-copies")
+    ours = history(14, 45, ("unchanged-copies",), release, touch=touch)
+    assert_twins(ours, history(14, 45, (), release, touch=touch))
+    events = spent("unchanged-copies", before)
+    assert events["hit"] > 30 and events["refused: changed"] > 30, events
+    with applied("unchanged-copies", version=release):
+        world = lab.Lab(1)
+        world.add(3, 50)
+        while world.runner.input_batch.num_reqs == 0 or world.step(churn=False) is None:
+            world.step(churn=False)
+        buffer = world.runner.query_start_loc
+        buffer.np[:] = 5
+        buffer.copy_to_gpu()
+        buffer.np[3:] = 6
+        assert buffer.copy_to_gpu(3).shape == (3,)  # a shorter copy of what is there
+        assert (buffer.gpu == 5).all()
+        buffer.copy_to_gpu()
+        assert torch.equal(buffer.gpu, buffer.cpu)
+        buffer.gpu = buffer.gpu.clone()  # another tensor in its place
+        buffer.gpu.fill_(0)
+        buffer.copy_to_gpu()
+        assert torch.equal(buffer.gpu, buffer.cpu)
+        plain = type(buffer)(4, dtype=torch.int32, device=torch.device("cpu"), pin_memory=False)
+        plain.np[:] = 7
+        assert plain.copy_to_gpu().tolist() == [7] * 4  # never enrolled
+    return events
+
+
+def check_mrope_rows_are_copied_and_the_buffer_is_back_in_its_place(release: str) -> dict[str, Any]:
+    """Up to 0.27: also where asynchronous speculation corrects the positions after the copy."""
+    if not before_0_28(release):
+        return {"superseded": True}
+    world = {"groups": 1, "mrope": True}
+
+    def touch(one: lab.Lab, step: int) -> None:
+        one.runner.use_async_spec_decode = step % 3 == 0
+
+    patch = ("mrope-pinned-copy",)
+    before = counted("mrope-pinned-copy")
+    ours = history(15, 25, patch, release, touch=touch, **world)
+    assert_twins(ours, history(15, 25, (), release, touch=touch, **world))
+    events = spent("mrope-pinned-copy", before)
+    assert events["hit"] == len(ours)
+    with applied("mrope-pinned-copy", version=release):
+        one = lab.Lab(1, **world)
+        one.add(5, 5)
+        buffer = one.runner.mrope_positions
+        one.step(churn=False)
+        assert one.runner.mrope_positions is buffer
+        from patches.common.mrope_pinned_copy import OneCopy
+
+        for wrong in (lambda: OneCopy(one.runner, buffer).np, lambda: OneCopy(one.runner, buffer).gpu.shape):
+            try:
+                wrong()
+            except AttributeError:
+                continue
+            raise AssertionError("the stand-in answered something else")
+    with applied("mrope-pinned-copy", version=release):
+        one = lab.Lab(1)
+        one.add(5, 5)
+        one.step(churn=False)
+        assert spent("mrope-pinned-copy", before)["hit"] == len(ours) + 1  # not without M-RoPE
+    return events
