@@ -50,7 +50,7 @@ PATCH = Patch(
             fingerprints={"vllm-ascend 0.23.0": "15b050ab3e164091"},
         ),
     ),
-    condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     live=("model_runner", "model_runner.input_batch.block_table.block_tables.0"),
     verified="simulated",

@@ -31,7 +31,7 @@ PATCH = Patch(
         for module in ("ops.rotary_embedding", "worker.model_runner_v1")
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"model.multimodal": False},

@@ -24,7 +24,7 @@ PATCH = Patch(
     remove_when="vllm-ascend enables the pass where the operator exists",
     exactness=Exactness.ROUNDING,  # the all-reduce becomes reduce-scatter and all-gather
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         facts={"serving.tensor_parallel": at_least(2)},
         also="operator_missing",

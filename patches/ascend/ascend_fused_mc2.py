@@ -23,7 +23,7 @@ PATCH = Patch(
     remove_when="vllm-ascend selects fused MC2 by itself",
     exactness=Exactness.ROUNDING,
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         archs=("ascend910_93",),
         facts={

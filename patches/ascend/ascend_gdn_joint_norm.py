@@ -38,7 +38,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         archs=("ascend910b", "ascend910_93"),

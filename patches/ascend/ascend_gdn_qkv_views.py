@@ -34,7 +34,7 @@ PATCH = Patch(
     ),
     assumes=(Target(at=f"{_GDN}._forward_core", fingerprints={"vllm-ascend 0.23.0": "804ec8b41e6a2497"}),),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"model.hybrid": True},

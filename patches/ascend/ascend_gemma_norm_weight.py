@@ -62,7 +62,7 @@ PATCH = Patch(
             fingerprints={"vllm-ascend 0.23.0": "15b050ab3e164091"},
         ),
     ),
-    condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
     after=("ascend-gdn-conv-layout", "ascend-block-table-dirty"),
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     # Exact as long as weights change through the calls above. A trainer that writes into parameters by itself

@@ -63,7 +63,7 @@ PATCH = Patch(
             fingerprints={"vllm-ascend 0.23.0": "a2a748feb38ef078"},
         ),
     ),
-    condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
     conflicts=("greedy-native-dtype",),  # vLLM's own samplers, on other platforms
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     live=("model_runner.sampler",),

@@ -52,7 +52,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"serving.decode_context_parallel": 1, "serving.prefill_context_parallel": 1},

@@ -49,7 +49,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"model.hybrid": True, "serving.kv_transfer": False},

@@ -46,7 +46,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"model.moe": True},

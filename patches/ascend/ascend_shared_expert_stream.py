@@ -45,7 +45,7 @@ PATCH = Patch(
         Target(at="vllm_ascend.utils:npu_stream_switch", fingerprints={"vllm-ascend 0.23.0": "2aeebe57d1af1921"}),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         runner="V1",
         facts={"model.moe": True},

@@ -41,7 +41,7 @@ PATCH = Patch(
             "spec_decode.step3p5",
         )
     ),
-    condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     verified="simulated",
     tests="tests/ascend/test_snapshot_copy.py",

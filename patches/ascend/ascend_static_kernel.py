@@ -20,7 +20,7 @@ PATCH = Patch(
     remove_when="vllm-ascend compiles static kernels by default",
     exactness=Exactness.ROUNDING,  # another tiling may sum in another order
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), archs=("ascend910b", "ascend910_93")
+        plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), archs=("ascend910b", "ascend910_93")
     ),
     config="contribute",
     default=False,

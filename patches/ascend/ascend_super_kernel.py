@@ -34,7 +34,7 @@ PATCH = Patch(
         ),
     ),
     condition=Condition(
-        plugins={"vllm-ascend": "==0.23.0"},
+        plugins={"vllm_ascend": "==0.23.0"},
         platforms=("ascend",),
         archs=("ascend910b", "ascend910_93"),
         also="compiler_without_it",

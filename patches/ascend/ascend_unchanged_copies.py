@@ -40,7 +40,7 @@ PATCH = Patch(
             fingerprints={"vllm-ascend 0.23.0": "87fb5f2108f253d0"},
         ),
     ),
-    condition=Condition(plugins={"vllm-ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), runner="V1"),
     after_call="vllm_ascend.worker.worker:NPUWorker.__init__",
     live=("model_runner",),
     verified="simulated",
