@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from patches.common import sampler_staged_writes as patch
@@ -19,3 +21,44 @@ def test_histories_leave_every_buffer_as_the_original_does(qwen: Engine, seed: i
     assert counts["hit: block tables"] > 0
     assert counts["hit: gather"] > 0
     assert counts["refused: sampler: requests added"] >= 5
+
+
+class Custom:
+    """A logits processor of a user's."""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        ("sampler.logits_processors", [Custom()], "custom logits processor"),
+        ("tables.has_sliding_window_groups", True, "gather: sliding window"),
+        ("runner.pcp_manager", object(), "gather: prefill context parallelism"),
+        ("config.kv_cache_groups", [SimpleNamespace(kv_cache_spec=Custom())], "gather: a cache of another kind"),
+    ],
+)
+def test_each_condition_broken_once_takes_the_original(
+    qwen: Engine, monkeypatch: pytest.MonkeyPatch, path: str, value: object, reason: str
+) -> None:
+    qwen.reset()
+    runner = qwen.runner
+    owners = {
+        "sampler": runner.sampler,
+        "tables": runner.block_tables,
+        "runner": runner,
+        "config": runner.kv_cache_config,
+    }
+    owner, name = path.split(".")
+    monkeypatch.setattr(owners[owner], name, value, raising=False)
+    original = object()
+    with counted(patch.count) as counts:
+        if owner == "sampler":
+            assert patch.apply_sampler(lambda: original, runner.sampler, (), {}) is original
+        else:
+            assert patch.prepare_attn(lambda batch: original, runner, (SimpleNamespace(),), {}) is original
+    assert counts == {f"refused: {reason}": 1}
+
+
+def test_a_sampler_of_another_class_copies_every_step() -> None:
+    with counted(patch.count) as counts:
+        assert patch.apply_sampler(lambda: 7, Custom(), (), {}) == 7
+    assert counts == {"refused: a sampler class of its own": 1}

@@ -7,7 +7,7 @@ every byte the model and the sampler can read, at every step.
 
 from __future__ import annotations
 
-from tests.testbeds import v2_on_cpu  # noqa: F401, I001 - before torch, Triton and vLLM
+from tests.testbeds import v2_on_cpu  # noqa: F401 # isort: skip - before torch, Triton and vLLM
 
 import hashlib
 import random
@@ -212,6 +212,8 @@ class Engine:
                     self.engine.abort_request([victim])
                     live.discard(victim)
                     aborted.add(victim)
+                if rnd.random() < 0.08:  # an idle data-parallel rank, a warm-up: writes the same buffers
+                    self.runner._dummy_run(rnd.randint(1, 6), uniform_decode=True)
                 for output in self.engine.step():
                     if output.finished:
                         live.discard(output.request_id)
@@ -223,27 +225,28 @@ class Engine:
             self.trace, self.pad_to = None, 1
 
 
+PROCESSING: list[dict[str, Any]] = [
+    {"temperature": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 0.9, "min_p": 0.1},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
+    {"frequency_penalty": 0.6, "temperature": 0.8},
+    {"logit_bias": {7: 4.0, 11: -100.0}},
+    {"allowed_token_ids": list(range(2, 200))},
+    {"min_tokens": 5, "stop_token_ids": [3, 4, 5, 6, 7, 8, 9]},
+    {"logprobs": 3},
+    {"logprobs": 0, "prompt_logprobs": 1},
+]
+
+
 def requests(rnd: random.Random, kind: str) -> Iterator[tuple[int, str, int, int, SamplingParams]]:
     """(step of arrival, name, tokens of its own, tokens of the shared prefix, parameters)."""
     at = 0
-    for i in range(9):
-        base: dict[str, Any] = {"max_tokens": rnd.randint(6, 40), "temperature": 0.0, "detokenize": False, "seed": i}
+    for i in range(7):
+        base: dict[str, Any] = {"max_tokens": rnd.randint(5, 24), "temperature": 0.0, "detokenize": False, "seed": i}
         base["ignore_eos"] = rnd.random() < 0.8
         if kind != "greedy" and (kind == "processed" or rnd.random() < 0.4):
-            base |= rnd.choice(
-                [
-                    {"temperature": 0.7},
-                    {"temperature": 1.0, "seed": None},
-                    {"temperature": 0.9, "min_p": 0.1},
-                    {"repetition_penalty": 1.3, "presence_penalty": 0.5},
-                    {"frequency_penalty": 0.6, "temperature": 0.8},
-                    {"logit_bias": {7: 4.0, 11: -100.0}},
-                    {"bad_words": None, "allowed_token_ids": list(range(2, 200))},
-                    {"min_tokens": 5, "stop_token_ids": [3, 4, 5, 6, 7, 8, 9]},
-                    {"logprobs": 3},
-                    {"logprobs": 0, "prompt_logprobs": 1},
-                ]
-            )
+            base |= rnd.choice([p for p in PROCESSING if kind != "speculative" or not {"min_p", "logit_bias"} & set(p)])
         params = SamplingParams(**base)
         if kind != "greedy" and rnd.random() < 0.15:
             params._bad_words_token_ids = [[rnd.randrange(VOCAB)], [rnd.randrange(VOCAB), rnd.randrange(VOCAB)]]
@@ -266,12 +269,15 @@ def _walk(name: str, value: Any, kind: type, seen: set[int], depth: int = 0) -> 
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             yield from _walk(f"{name}.{i}", item, kind, seen, depth)
-    elif hasattr(value, "__dict__") and type(value).__module__.startswith("vllm.v1.worker") and depth < 5:
-        if id(value) not in seen:
-            seen.add(id(value))
-            for key, item in vars(value).items():
-                if not key.startswith("_overlay_"):
-                    yield from _walk(f"{name}.{key}", item, kind, seen, depth + 1)
+    elif _is_state(value) and depth < 5 and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in vars(value).items():
+            if not key.startswith("_overlay_"):
+                yield from _walk(f"{name}.{key}", item, kind, seen, depth + 1)
+
+
+def _is_state(value: Any) -> bool:
+    return hasattr(value, "__dict__") and type(value).__module__.startswith("vllm.v1.worker")
 
 
 def _digest(part: Any) -> str:
@@ -288,7 +294,7 @@ def _digest(part: Any) -> str:
                 feed(item, depth)
         elif hasattr(value, "gpu") and hasattr(value, "pool"):
             feed(value.gpu)
-        elif hasattr(value, "__dict__") and type(value).__module__.startswith("vllm.v1.worker") and depth < 4:
+        elif _is_state(value) and depth < 4:
             for key, item in sorted(vars(value).items()):
                 if not key.startswith("_overlay_") and not key.startswith("write_"):
                     feed(item, depth + 1)
@@ -316,6 +322,9 @@ def engine_of(name: str, factory: pytest.TempPathFactory) -> Engine:
             _engines[name] = Engine(folder, QWEN3)
         elif name == "two-groups":
             _engines[name] = Engine(folder, GEMMA3, num_gpu_blocks_override=40)
+        elif name == "speculating":
+            ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
+            _engines[name] = Engine(folder, QWEN3, speculative_config=ngram)
         else:
             raise KeyError(name)
     return _engines[name]
@@ -329,6 +338,11 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture(scope="session")
 def gemma(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine_of("two-groups", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def speculating(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_of("speculating", tmp_path_factory)
 
 
 _stock: dict[tuple[int, str, int, int], Trace] = {}
