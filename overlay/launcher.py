@@ -174,7 +174,7 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
     catalog = _catalog(settings)
     cache = SourceCache(_cache_folder() / "fingerprints.json")
     recorded = _recorded(facts) if settings.records else {}
-    plan = make_plan(facts, settings, catalog, args, rest, cache, recorded, environ)
+    plan = make_plan(facts, settings, catalog, args, rest, cache, recorded, environ, server)
     if flags.overlay_dry_run or planned_elsewhere:
         from overlay.show import print_plan
 
@@ -322,7 +322,12 @@ def _run_folder(wanted: Path | None) -> Path:
     for parent in (_cache_folder() / "runs", Path(tempfile.gettempdir()) / f"vllm-overlay-runs-{os.getuid()}"):
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+            stamp = time.strftime("%Y%m%d-%H%M%S")
+            folder = parent / f"{stamp}-{os.getpid()}"
+            for again in range(1, 100):  # a launch inside a launch keeps its process number
+                if not folder.exists():
+                    break
+                folder = parent / f"{stamp}.{again}-{os.getpid()}"
             folder.mkdir()
         except OSError:
             continue

@@ -16,7 +16,7 @@ from overlay.config import Choice, Settings
 from overlay.facts import Facts
 from overlay.fingerprint import MissingTarget, SourceCache
 from overlay.serve_args import ServeArgs
-from overlay.spec import Contribution, Kind, Target, Verdict
+from overlay.spec import WORKER, Contribution, Kind, Target, Verdict
 from overlay.versions import in_range
 
 ENGINE = 1  # raised when the engine itself changes what a patch does to a server: part of every digest
@@ -86,14 +86,16 @@ def make_plan(
     cache: SourceCache | None = None,
     recorded: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
+    server: bool = True,
 ) -> Plan:
     """Decide every patch of the catalogue.
 
-    args: the server's command line, read; None where another program is started. recorded: patch -> what a kept
+    args: the server's command line, read; None where it cannot be. server: False where another program is started, whose
+    model and arguments nobody knows before it runs. recorded: patch -> what a kept
     comparison says against it on this hardware, model and build.
     """
     cache = cache or SourceCache(None)
-    planner = _Planner(facts, settings, catalog, args, cache, recorded or {})
+    planner = _Planner(facts, settings, catalog, server, cache, recorded or {})
     decisions = planner.decide()
     cache.save()
     words = list(argv)
@@ -126,11 +128,11 @@ class _Planner:
         facts: Facts,
         settings: Settings,
         catalog: Mapping[str, Entry],
-        args: ServeArgs | None,
+        server: bool,
         cache: SourceCache,
         recorded: Mapping[str, str],
     ) -> None:
-        self.facts, self.settings, self.catalog, self.args = facts, settings, catalog, args
+        self.facts, self.settings, self.catalog, self.server = facts, settings, catalog, server
         self.cache, self.recorded = cache, recorded
         self.root = str(Path(facts.build.root).parent) if facts.build.root else None
 
@@ -161,7 +163,9 @@ class _Planner:
             return say(Verdict.OFF, f"switched off by {choice.source}")
         failed = list(conditions.failures(patch.condition, self.facts, module))
         deferred: tuple[str, ...] = ()
-        if self.args is None and failed and all(conditions.is_deferrable(path) for path, _ in failed):
+        # only the worker checks conditions again: what is in force elsewhere, or is no code, must be known now
+        later = not self.server and patch.kind is Kind.CODE and patch.process == WORKER
+        if later and failed and all(conditions.is_deferrable(path) for path, _ in failed):
             deferred, failed = tuple(reason for _, reason in failed), []
         if failed:
             return say(Verdict.INAPPLICABLE, conditions.explain(failed))

@@ -218,14 +218,17 @@ def test_the_catalogue_is_listed():
         assert row["id"] in text and row["summary"] and row["why"] and row["remove_when"]
 
 
-SHOW = "import os, sys; print(os.environ.get('PYTHONPATH', ''), 'OVERLAY_PLAN' in os.environ, 'overlay.hooks' in sys.modules)"
+SHOW = (
+    "import os, sys; armed = [f for f in sys.meta_path if type(f).__name__ == '_FirstImport'];"
+    "print(os.environ.get('PYTHONPATH', ''), 'OVERLAY_PLAN' in os.environ, len(armed))"
+)
 
 
 def test_another_program_starts_under_the_plan_and_stock_starts_without(tmp_path: Path):
     done = launch("--overlay-exec", "--", sys.executable, "-c", SHOW)
-    assert done.stdout == f"{ROOT / 'overlay/bootstrap'} True True\n", done.stderr
+    assert done.stdout == f"{ROOT / 'overlay/bootstrap'} True 1\n", done.stderr
     done = launch("--overlay-config", str(ROOT / "configs/off.yaml"), "--overlay-exec", "--", sys.executable, "-c", SHOW)
-    assert done.stdout == " False False\n", done.stderr
+    assert done.stdout == " False 0\n", done.stderr
     refused(launch("--overlay-exec", "python"), 2, "behind --")
     refused(launch("--overlay-exec", "--", "no-such-program"), 2, "no-such-program", "cannot be started")
 
@@ -233,7 +236,7 @@ def test_another_program_starts_under_the_plan_and_stock_starts_without(tmp_path
 def test_a_launch_inside_a_launch_replaces_the_outer_plan():
     inner = [sys.executable, str(ROOT / "launch.py"), "--overlay-patches", "-block-table-dirty", "--overlay-exec", "--"]
     done = launch("--overlay-exec", "--", *inner, sys.executable, "-c", SHOW)
-    assert done.stdout == f"{ROOT / 'overlay/bootstrap'} True True\n", done.stderr
+    assert done.stdout == f"{ROOT / 'overlay/bootstrap'} True 1\n", done.stderr
     digests = [line.split()[2] for line in done.stderr.splitlines() if line.startswith("overlay: plan")]
     assert len(digests) == 2
 
