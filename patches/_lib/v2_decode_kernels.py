@@ -1,6 +1,6 @@
 """Triton kernels of the V2 runner's decode patches. Imports Triton: import it inside functions only.
 
-Integer arguments are never specialised: a batch of another size must not compile a kernel in the middle of serving.
+Sizes of a batch are never specialised: another one must not compile a kernel in the middle of serving.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def decode_inputs_kernel(
         tl.store(batch_row + at, tl.load(table_row + at, mask=at < blocks), mask=at < blocks)
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def row_argmax_kernel(
     logits,  # [rows, vocab_size] float
     logits_stride,
