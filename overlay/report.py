@@ -24,8 +24,10 @@ def render(processes: list[dict[str, Any]], plan: dict[str, Any] | None) -> str:
     lines = []
     if plan is not None:
         lines.append(f"plan {plan['digest']}  profile {plan['settings']['profile']}  exactness {plan['settings']['exactness']}")
-        for patch in plan["patches"]:
-            lines.append(f"  {patch['id']:<28} {patch['verdict']:<12} {patch['reason']}")
+        shown = [patch for patch in plan["patches"] if patch["verdict"] != "inapplicable"]
+        lines += [f"  {patch['id']:<28} {patch['verdict']:<12} {patch['reason']}" for patch in shown]
+        if rest := len(plan["patches"]) - len(shown):
+            lines.append(f"  and {rest} that are not for this build, hardware or model (launch.py --overlay-dry-run says why)")
     for process in processes:
         rank = "" if process.get("rank") is None else f" rank {process['rank']}"
         runner = f"  {process['runner_class']}" if process.get("runner_class") else ""

@@ -9,6 +9,9 @@ from typing import Any
 
 from overlay.catalog import Entry
 from overlay.plan import Plan
+from overlay.spec import Verdict
+
+SHOWN = (Verdict.APPLY, Verdict.REFUSED, Verdict.OFF, Verdict.SUPERSEDED, Verdict.INAPPLICABLE)  # what matters first
 
 
 def plan_json(
@@ -70,7 +73,8 @@ def print_plan(
     print(f"Settings\n  {'; '.join(f'{k} {v}' for k, v in content['settings'].items())}")
     print("Patches")
     width = max((len(p["id"]) for p in content["patches"]), default=0)
-    for patch in content["patches"]:
+    rank = {verdict.value: i for i, verdict in enumerate(SHOWN)}
+    for patch in sorted(content["patches"], key=lambda patch: rank[patch["verdict"]]):
         print(f"  {patch['id']:<{width}}  {patch['verdict']:<12}  {patch['reason']}")
         if patch["advert"] and patch["verdict"] != "apply":
             print(f"  {'':<{width}}  {'':<12}  measured: {patch['advert']}")
