@@ -74,7 +74,7 @@ def judge(folder: Path) -> dict[str, Any]:
         raise StoreError(f"{folder}/run.json: its spec cannot be read by this version: {error}") from error
     spec = run.spec
     figures = {boot.index: boot.bench.figures() for boot in run.boots}
-    violations = [*run.unreadable, *validity.check(spec, run.plans, run.boots, figures)]
+    violations = [*run.unreadable, *validity.check(spec, run.plans, run.boots, figures, run.failed)]
     base = run.plans[spec.base]
     control = {name: stats.disagreement([figures[boot.index][name] for boot in run.of(spec.base)]) for name in FIGURES}
     arms = {}
@@ -227,6 +227,14 @@ def _notes(run: Run) -> list[str]:
         notes.append(f"not complete: boots {', '.join(map(str, run.missing))} are missing; run it again to resume")
     for boot in run.boots:
         notes += [f"boot {boot.index} ({boot.arm}): {note}" for note in boot.record.get("notes") or ()]
+        load, cores = (
+            (boot.record.get("state_before") or {}).get("load"),
+            (boot.record.get("machine") or {}).get("cores"),
+        )
+        if load and cores and load[0] > cores:
+            notes.append(
+                f"boot {boot.index} ({boot.arm}): the machine was busy before it (load {load[0]:.1f} on {cores} cores)"
+            )
         stop = boot.record.get("stop") or {}
         if stop and not stop.get("clean"):
             notes.append(f"boot {boot.index} ({boot.arm}) did not stop cleanly (exit code {stop.get('exit_code')})")

@@ -186,13 +186,23 @@ def _short(value: Any) -> str:
     return text if len(text) < 120 else text[:117] + "..."
 
 
-def numbers(spec: Spec, boots: Sequence[Boot], figures: Mapping[int, Mapping[str, float]]) -> list[Violation]:
-    """Enough boots, and no drift from the first to the last base boot."""
+def numbers(
+    spec: Spec,
+    boots: Sequence[Boot],
+    figures: Mapping[int, Mapping[str, float]],
+    failed: Sequence[Mapping[str, Any]] = (),
+) -> list[Violation]:
+    """Enough boots, and no drift from the first to the last base boot. failed: the boots that came to nothing."""
     found = []
     for name in spec.arms:
         good = sum(boot.arm == name for boot in boots)
         if good < spec.acceptance.min_boots:
             detail = f"{good} good boots, {spec.acceptance.min_boots} are needed"
+            mine = [entry for entry in failed if entry.get("arm") == name]
+            if mine:
+                log = str(mine[-1].get("log", "")).strip().splitlines()
+                said = f"; its log ends: {log[-1][:200]}" if log else ""
+                detail += f"; {len(mine)} failed, the last: {mine[-1].get('code')}: {mine[-1].get('detail')}{said}"
             found.append(Violation("too-few-boots", name, detail))
     base = [boot for boot in boots if boot.arm == spec.base]
     if len(base) > 1:
@@ -206,7 +216,11 @@ def numbers(spec: Spec, boots: Sequence[Boot], figures: Mapping[int, Mapping[str
 
 
 def check(
-    spec: Spec, plans: Mapping[str, Plan], boots: Sequence[Boot], figures: Mapping[int, Mapping[str, float]]
+    spec: Spec,
+    plans: Mapping[str, Plan],
+    boots: Sequence[Boot],
+    figures: Mapping[int, Mapping[str, float]],
+    failed: Sequence[Mapping[str, Any]] = (),
 ) -> list[Violation]:
     """All broken rules."""
     return [
@@ -214,5 +228,5 @@ def check(
         *in_force(plans, boots),
         *requests(spec, boots),
         *window(spec, boots),
-        *numbers(spec, boots, figures),
+        *numbers(spec, boots, figures, failed),
     ]

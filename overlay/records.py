@@ -54,7 +54,9 @@ def load(folder: Path | None = None) -> Kept:
         except (OSError, ValueError, yaml.YAMLError) as error:
             problems.append(f"{path}: {error}")
             continue
-        if not isinstance(content, dict) or not isinstance(content.get("arms"), dict) or "subject" not in content:
+        arms = content.get("arms") if isinstance(content, dict) else None
+        sound = isinstance(arms, dict) and all(isinstance(arm, dict) for arm in arms.values())
+        if not sound or not isinstance(content.get("subject"), dict):
             problems.append(f"{path}: is no record of a comparison (no 'subject' and 'arms')")
             continue
         records.append({"id": path.stem, **content})

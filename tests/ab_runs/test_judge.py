@@ -198,6 +198,26 @@ def test_too_few_boots(tmp_path):
     assert {v["arm"] for v in found} == {"stock", "patched"} and "2 good boots, 3 are needed" in found[0]["detail"]
 
 
+def test_a_model_that_never_loads_is_said_with_the_end_of_its_log(made):
+    for index in (1, 2, 5, 6):
+        reason = {"code": "server-died", "detail": "exit code 1", "log": "Traceback\nOSError: no such model"}
+        made.store.finish_sample(made.slot(index), {"arm": "patched", "status": "failed", "reason": reason}, [])
+    verdict = judge(made.store.folder)
+    (found,) = [v for v in verdict["violations"] if v["rule"] == "too-few-boots"]
+    assert (
+        "0 good boots" in found["detail"]
+        and "4 failed" in found["detail"]
+        and "OSError: no such model" in found["detail"]
+    )
+    assert verdict["arms"]["patched"]["outcome"] == "invalid"
+
+
+def test_a_busy_machine_is_noted(made):
+    made.change(2, state_before={"load": [6.5, 1, 1]})
+    verdict = judge(made.store.folder)
+    assert verdict["valid"] and "load 6.5 on 2 cores" in verdict["notes"][0]
+
+
 def test_a_result_of_another_vllm_with_fields_missing_is_named_and_the_rest_is_judged(made):
     folder = made.store.sample_folder(made.slot(4))
     content = json.loads((folder / "bench.json").read_text())

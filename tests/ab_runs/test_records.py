@@ -133,8 +133,9 @@ def test_a_file_that_is_no_record_is_a_problem_and_stops_nothing(tmp_path):
     kept(tmp_path)
     (tmp_path / "results" / "a.yaml").write_text("just text")
     (tmp_path / "results" / "b.yaml").write_text("{cut")
+    (tmp_path / "results" / "c.yaml").write_text("{subject: {}, arms: {x: 1}}")
     loaded = records.load(tmp_path / "results")
-    assert len(loaded.records) == 1 and len(loaded.problems) == 2
+    assert len(loaded.records) == 1 and len(loaded.problems) == 3
     assert records.against(facts(), tmp_path / "results")
     assert records.against(facts(), tmp_path / "nothing-here") == {}
 
