@@ -44,21 +44,10 @@ BUFFERS = (
 )
 
 
-def make_runner(*, speculation: bool, asynchronous: bool = False) -> Any:
-    """The real runner, without its weights."""
-    import torch
-    from vllm.config import (
-        CacheConfig,
-        ModelConfig,
-        SchedulerConfig,
-        SpeculativeConfig,
-        VllmConfig,
-        set_current_vllm_config,
-    )
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+def make_config(*, speculation: bool, asynchronous: bool = False) -> Any:
+    """A real VllmConfig of a tiny Qwen3, as vllm-ascend's platform leaves it."""
+    from vllm.config import CacheConfig, ModelConfig, SchedulerConfig, SpeculativeConfig, VllmConfig
     from vllm_ascend import ascend_config
-    from vllm_ascend.worker.block_table import MultiGroupBlockTable
-    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
@@ -84,10 +73,22 @@ def make_runner(*, speculation: bool, asynchronous: bool = False) -> Any:
                 target_model_config=config.model_config,
                 target_parallel_config=config.parallel_config,
             )
-        config.additional_config = {}
-        ascend_config.init_ascend_config(config)
-        with set_current_vllm_config(config):
-            runner = NPUModelRunner(config, torch.device("npu:0"))
+    config.additional_config = {}
+    ascend_config.init_ascend_config(config)
+    return config
+
+
+def make_runner(*, speculation: bool, asynchronous: bool = False) -> Any:
+    """The real runner, without its weights."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm_ascend.worker.block_table import MultiGroupBlockTable
+    from vllm_ascend.worker.model_runner_v1 import NPUModelRunner
+
+    config = make_config(speculation=speculation, asynchronous=asynchronous)
+    with set_current_vllm_config(config):
+        runner = NPUModelRunner(config, torch.device("npu:0"))
     runner.input_batch.block_table = MultiGroupBlockTable(
         max_num_reqs=MAX_REQS,
         max_model_len=MAX_LEN,
