@@ -44,7 +44,9 @@ class Kept:
 
 
 def load(folder: Path | None = None) -> Kept:
-    """Every record of ``folder``. A file that is no record becomes a problem, never an error: a launch goes on."""
+    """Every record of ``folder``. A file that is broken becomes a problem, never an error: a launch goes on. Results of
+    another kind (no ``subject`` in them) lie there as well and are passed over.
+    """
     import yaml
 
     records, problems = [], []
@@ -53,6 +55,8 @@ def load(folder: Path | None = None) -> Kept:
             content = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         except (OSError, ValueError, yaml.YAMLError) as error:
             problems.append(f"{path}: {error}")
+            continue
+        if isinstance(content, dict) and "subject" not in content:
             continue
         arms = content.get("arms") if isinstance(content, dict) else None
         sound = isinstance(arms, dict) and all(isinstance(arm, dict) for arm in arms.values())

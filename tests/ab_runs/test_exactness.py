@@ -178,3 +178,19 @@ def test_shipped_prompts_and_texts_are_there_and_distinct(tmp_path):
     file.write_text("- 1")
     with pytest.raises(SpecError, match="expected a list of texts"):
         answers.prompts(Exactness(prompts=str(file)))
+
+
+def test_the_engines_own_settings_are_read_from_its_log():
+    from ab_runs.sample import engine_settings
+
+    log = (
+        "INFO (EngineCore pid=1) x\nINFO core.py:1] Initializing a V1 LLM engine (v0.32.0) with config: model='a, b', "
+        "dtype=torch.bfloat16, load=F(x='1, 2', y=[1, 2]), download_dir='RUN/x', "
+        "compilation_config={'mode': 0, 'cudagraph_capture_sizes': [1, 2, 4], 'dir': '/folder/cache'}\nmore\n"
+    )
+    found = engine_settings(log, "/folder")
+    assert (
+        found["model"] == "'a, b'" and found["load"] == "F(x='1, 2', y=[1, 2])" and found["capture_sizes"] == [1, 2, 4]
+    )
+    assert "RUN/cache" in found["compilation_config"]
+    assert engine_settings("nothing of the kind") == {}

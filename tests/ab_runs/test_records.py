@@ -134,6 +134,7 @@ def test_a_file_that_is_no_record_is_a_problem_and_stops_nothing(tmp_path):
     (tmp_path / "results" / "a.yaml").write_text("just text")
     (tmp_path / "results" / "b.yaml").write_text("{cut")
     (tmp_path / "results" / "c.yaml").write_text("{subject: {}, arms: {x: 1}}")
+    (tmp_path / "results" / "d.yaml").write_text("{figures: of another kind}")
     loaded = records.load(tmp_path / "results")
     assert len(loaded.records) == 1 and len(loaded.problems) == 3
     assert records.against(facts(), tmp_path / "results")
@@ -155,3 +156,38 @@ def test_reading_records_needs_neither_torch_nor_the_comparison(tmp_path):
 
 def test_the_kept_records_of_this_checkout_are_readable():
     assert records.load().problems == []
+
+
+def test_the_launchers_plan_leaves_off_what_a_record_says_and_takes_it_back_when_told(tmp_path, monkeypatch, capsys):
+    """Through ``launch.py`` itself, on the installed build: the automatic choice, the flag, the named patch."""
+    import importlib.util
+    import json
+
+    from overlay import launcher
+    from overlay.detect import detect
+    from tests.support import CACHE
+
+    model = str(CACHE / "smollm2")
+    if importlib.util.find_spec("vllm") is None or not (CACHE / "smollm2" / "config.json").exists():
+        pytest.skip("needs an installed vLLM and the SmolLM2 checkpoint (make env)")
+
+    def verdict(*flags):
+        code = launcher.main([model, "--enforce-eager", "--overlay-dry-run", "--overlay-json", *flags])
+        plan = json.loads(capsys.readouterr().out)
+        (patch,) = [p for p in plan["patches"] if p["id"] == "block-table-dirty"]
+        return code, patch["verdict"], patch["reason"]
+
+    monkeypatch.setattr(records, "FOLDER", tmp_path / "results")
+    assert verdict()[:2] == (0, "apply")
+    _, record = kept(tmp_path / "made")
+    import os
+
+    record["subject"] = records.subject(detect([model, "--enforce-eager"], dict(os.environ)).facts)
+    record["arms"]["patched"]["added"] = ["block-table-dirty"]
+    path = writing.keep(record, tmp_path / "results")
+    code, said, reason = verdict()
+    assert (code, said) == (0, "off") and "a kept comparison says so: slower" in reason and path.stem in reason
+    assert verdict("--overlay-ignore-records")[1] == "apply"
+    assert verdict("--overlay-patches=+block-table-dirty")[1] == "apply"
+    path.unlink()
+    assert verdict()[1] == "apply"
