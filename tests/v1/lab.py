@@ -147,13 +147,16 @@ class Lab:
         if not torch.distributed.is_initialized():
             init_distributed()
         self.kv_cache_config = make_kv_cache_config(groups)
-        # what vLLM's own CPU runner leaves out: the device's properties (0.18.1 asks for them), streams and events
-        asked, GPUModelRunner._init_device_properties = GPUModelRunner._init_device_properties, lambda runner: None
+        # what vLLM's own CPU runner leaves out: the device's properties (early releases ask for them), streams, events
+        asked = vars(GPUModelRunner).get("_init_device_properties")
+        if asked is not None:
+            GPUModelRunner._init_device_properties = lambda runner: None
         try:
             with _torch_cuda_wrapper():
                 self.runner = GPUModelRunner(self.config, torch.device("cpu"))
         finally:
-            GPUModelRunner._init_device_properties = asked
+            if asked is not None:
+                GPUModelRunner._init_device_properties = asked
         self.runner.use_async_scheduling = True
         self.runner.kv_cache_config = self.kv_cache_config
         self._make_batch(groups)
