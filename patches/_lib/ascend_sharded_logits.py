@@ -61,13 +61,13 @@ class ShardedLogits:
         """The token id behind this rank's part, padding left out."""
         return self._lm_head.shard_indices.org_vocab_end_index
 
-    def part(self, rows: Any = None, *, clean: bool = False, wide: bool = False) -> Any:
+    def part(self, rows: Any = None, *, clean: bool = False, wide: bool = False, own: bool = False) -> Any:
         """This rank's logits of ``rows`` (an index tensor; None: all), soft cap and scale applied, padding at -inf.
 
         clean: NaN becomes 0, as the rejection sampler does it with target rows. Infinities, which it makes finite, may
-        stay in half precision, whose finite values all lie between. wide: as it does it, in fp32 and finite: needed where
-        tokens are masked with -inf afterwards. Cap and scale are applied in the logits' own precision before the
-        comparison: rounding makes ties that must fall as they fall in the original.
+        stay in half precision, whose finite values all lie between. wide: as it does it, in fp32 and finite: needed
+        where tokens are masked with -inf afterwards. own: the caller will write to it. Cap and scale are applied in the
+        logits' own precision before the comparison: rounding makes ties that must fall as they fall in the original.
         """
         import torch
 
@@ -78,14 +78,15 @@ class ShardedLogits:
         if scale != 1.0:
             logits = logits * scale
         if clean and (wide or logits.dtype == torch.float32):
-            logits = logits.to(torch.float32)
             limits = torch.finfo(torch.float32)
-            logits = torch.nan_to_num(logits, nan=0.0, posinf=limits.max, neginf=limits.min)
+            logits = torch.nan_to_num(logits.to(torch.float32), nan=0.0, posinf=limits.max, neginf=limits.min)
         elif clean:
             logits = torch.nan_to_num(logits, nan=0.0, posinf=float("inf"), neginf=float("-inf"))
-        elif logits is self._shard:
+        used = self.last_token - self.first_token
+        if logits is self._shard and (own or used < logits.shape[-1]):
             logits = logits.clone()
-        logits[..., self.last_token - self.first_token :] = float("-inf")
+        if used < logits.shape[-1]:
+            logits[..., used:] = float("-inf")
         return logits
 
     def best(self, *parts: Any) -> Any:

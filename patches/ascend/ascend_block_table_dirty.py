@@ -36,9 +36,7 @@ PATCH = Patch(
         Target(at=f"{_TABLE}.move_row", use="forget", fingerprints={"vllm-ascend 0.23.0": "87d02e48d1ebe5df"}),
         Target(at=f"{_TABLE}.swap_row", use="forget", fingerprints={"vllm-ascend 0.23.0": "c3f15575185cfc90"}),
         Target(at=f"{_TABLE}.clear", use="forget", fingerprints={"vllm-ascend 0.23.0": "6a565afece850dc0"}),
-        Target(
-            at=f"{_TABLE}.commit_block_table", use="commit", fingerprints={"vllm-ascend 0.23.0": "c0e110cb9af0e768"}
-        ),
+        Target(at=f"{_TABLE}.commit_block_table", use="commit", fingerprints={"vllm-ascend 0.23.0": "c0e110cb9af0e768"}),
         Target(
             at="vllm_ascend.worker.model_runner_v1:NPUModelRunner._dummy_run",
             use="dummy_run",

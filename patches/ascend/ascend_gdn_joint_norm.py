@@ -26,9 +26,7 @@ PATCH = Patch(
     remove_when="the recurrent operator normalises q and k itself",
     exactness=Exactness.BITWISE,
     targets=(
-        Target(
-            at=f"{_GDN}._forward_core", use="make", how=REPLACE, fingerprints={"vllm-ascend 0.23.0": "804ec8b41e6a2497"}
-        ),
+        Target(at=f"{_GDN}._forward_core", use="make", how=REPLACE, fingerprints={"vllm-ascend 0.23.0": "804ec8b41e6a2497"}),
     ),
     assumes=(
         Target(at=f"{_GDN}.rearrange_mixed_qkv", fingerprints={"vllm-ascend 0.23.0": "44bfe2c6abb1779b"}),
@@ -57,7 +55,7 @@ PAIRS = ("spec", "decode", "non_spec")  # the suffixes of the variables q and k 
 
 def make(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_forward_core`` with each pair of ``l2norm_fwd`` calls as one call of ``_overlay_norm``."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     norm = original.__globals__["l2norm_fwd"]
 

@@ -83,14 +83,14 @@ def _with_buffer(owner: str) -> str:
 
 def make_norm(original: Callable[..., Any]) -> Callable[..., Any]:
     """``forward_oot``, its two sums read from the buffer."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     return edited(original, expressions={"1.0 + self.weight": _with_buffer("self")}, times=2)
 
 
 def make_attention(original: Callable[..., Any]) -> Callable[..., Any]:
     """vllm-ascend's attention of Qwen3-Next and Qwen3.5, the sums of its q and k norms read from their buffers."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     return edited(
         original,

@@ -85,7 +85,7 @@ def positions_are_known(facts: Any) -> str | None:
 
 def make_prepare(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_prepare_inputs`` that offers its positions to ``send_positions`` and marks the time of ``compute``."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     stock = """self.positions[:total_num_scheduled_tokens] = (
         self.num_computed_tokens[req_indices_gpu].to(torch.int64) + self.query_pos.gpu[:total_num_scheduled_tokens])"""

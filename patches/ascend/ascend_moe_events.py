@@ -75,7 +75,7 @@ def event() -> Any:
 
 
 def _without_records(original: Callable[..., Any], times: int) -> Callable[..., Any]:
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     return edited(
         original,

@@ -26,9 +26,7 @@ PATCH = Patch(
     remove_when="vllm-ascend's own operator takes the argument",
     exactness=Exactness.ROUNDING,
     targets=(
-        Target(
-            at=f"{_GDN}._forward_core", use="make", how=REPLACE, fingerprints={"vllm-ascend 0.23.0": "804ec8b41e6a2497"}
-        ),
+        Target(at=f"{_GDN}._forward_core", use="make", how=REPLACE, fingerprints={"vllm-ascend 0.23.0": "804ec8b41e6a2497"}),
     ),
     condition=Condition(
         plugins={"vllm_ascend": "==0.23.0"},
@@ -80,7 +78,7 @@ def loaded_argument() -> str | None:
 
 def make(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_forward_core`` whose norms and operator calls go through ``_overlay_norm`` and ``_overlay_rule``."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     norm = original.__globals__["l2norm_fwd"]
     known: list[str | None] = []

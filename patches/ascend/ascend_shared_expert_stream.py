@@ -96,7 +96,7 @@ def on_side_stream(layer: Any) -> bool:
 
 def make(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_forward_shared_experts`` with its all-reduce before the join, on the side stream."""
-    from patches._lib.edited_source import edited
+    from patches._lib.ascend_edited_source import edited
 
     join = """if self.multistream_overlap_shared_expert:
     torch.npu.current_stream().wait_stream(shared_experts_calculation_stream())"""

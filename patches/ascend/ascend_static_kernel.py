@@ -19,9 +19,7 @@ PATCH = Patch(
     why="18.7% of c1 TPOT on Ascend 910C in a report by others; not measured here. Start-up takes longer.",
     remove_when="vllm-ascend compiles static kernels by default",
     exactness=Exactness.ROUNDING,  # another tiling may sum in another order
-    condition=Condition(
-        plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), archs=("ascend910b", "ascend910_93")
-    ),
+    condition=Condition(plugins={"vllm_ascend": "==0.23.0"}, platforms=("ascend",), archs=("ascend910b", "ascend910_93")),
     config="contribute",
     default=False,
     verified="simulated",

@@ -201,7 +201,7 @@ def _tokens(runner: Any, logits: Any, spec: Any, metadata: Any) -> Any:
         if type(processor) is MinTokensLogitsProcessor and processor.min_toks
     ]
     if spec is None:
-        part = logits.part()
+        part = logits.part(own=bool(processors))
         for processor in processors:
             (mask,) = min_tokens_masks(processor, logits, None, part.device)
             _forbid(part, mask)

@@ -100,9 +100,7 @@ def make_runner(*, speculation: bool, asynchronous: bool = False) -> Any:
         kernel_sizes=[[BLOCKS[0]], [BLOCKS[0]]],
     )
     groups = [
-        KVCacheGroupSpec(
-            ["layer"], FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16)
-        )
+        KVCacheGroupSpec(["layer"], FullAttentionSpec(block_size=size, num_kv_heads=2, head_size=16, dtype=torch.bfloat16))
         for size in BLOCKS
     ]
     runner.kv_cache_config = KVCacheConfig(num_blocks=3000, kv_cache_tensors=[], kv_cache_groups=groups)
@@ -174,8 +172,7 @@ class History:
             had = request.blocks
             request.blocks = max(had, request.computed + chunk)
             new = tuple(
-                [rng.randrange(1, 3000) for _ in range(-(-request.blocks // size) - -(-had // size))]
-                for size in BLOCKS
+                [rng.randrange(1, 3000) for _ in range(-(-request.blocks // size) - -(-had // size))] for size in BLOCKS
             )
             if not request.known:
                 output.scheduled_new_reqs.append(
@@ -306,7 +303,9 @@ class FastSlotKernel:
         return self.launch
 
     @staticmethod
-    def launch(tokens: int, most: int, bounds: Any, positions: Any, table: Any, _: int, size: int, slots: Any, **options: Any) -> None:
+    def launch(
+        tokens: int, most: int, bounds: Any, positions: Any, table: Any, _: int, size: int, slots: Any, **options: Any
+    ) -> None:
         import torch
 
         assert options["TOTAL_CP_WORLD_SIZE"] == 1

@@ -62,9 +62,7 @@ def _layer(monkeypatch, overlap, comm="MC2", all_reduce=lambda tensor: tensor * 
     )
     monkeypatch.setattr(module, "tensor_model_parallel_all_reduce", all_reduce)
     monkeypatch.setattr(module, "shared_expert_dp_enabled", lambda: False)
-    context = types.SimpleNamespace(
-        moe_comm_type=module.MoECommType[comm], flash_comm_v1_enabled=False, capturing=False
-    )
+    context = types.SimpleNamespace(moe_comm_type=module.MoECommType[comm], flash_comm_v1_enabled=False, capturing=False)
     monkeypatch.setattr(module, "_EXTRA_CTX", context)
     import vllm_ascend.ascend_forward_context as forward_context
 

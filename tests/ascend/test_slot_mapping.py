@@ -27,9 +27,7 @@ def _tables(rng, requests, longest):
         kernel_sizes=[[16], [16]],
     )
     for row in range(requests):
-        tables.add_row(
-            tuple([rng.randrange(1, 40_000_000) for _ in range(-(-longest // size))] for size in replay.BLOCKS), row
-        )
+        tables.add_row(tuple([rng.randrange(1, 40_000_000) for _ in range(-(-longest // size))] for size in replay.BLOCKS), row)
     tables.commit_block_table(requests)
     return tables
 
@@ -115,9 +113,11 @@ def test_the_published_copy_leaves_a_wrong_tail(world):
     _fill(tables)
     table = tables[0]
     tokens = len(positions)
-    slots = table.block_table.cpu[
-        [i for i in range(2) for _ in range(int(bounds[i]), int(bounds[i + 1]))], positions // 16
-    ].long() * 16 + positions % 16
+    slots = (
+        table.block_table.cpu[[i for i in range(2) for _ in range(int(bounds[i]), int(bounds[i + 1]))], positions // 16].long()
+        * 16
+        + positions % 16
+    )
     table.slot_mapping.cpu[:tokens] = slots.int()
     table.slot_mapping.copy_to_gpu(tokens)
     assert table.slot_mapping.gpu[:tokens].equal(expected[0][:tokens])

@@ -301,9 +301,9 @@ def test_min_tokens_masks_are_kept_by_content(world):
     output = [1]
     processor = min_tokens({0: (4, output, {150, 50}), 2: (9, [1] * 7, {199, 200})})
     on_drafts, on_bonus = min_tokens_masks(processor, logits, [2, 1, 3], "cpu")
-    assert sorted(zip(*map(lambda t: t.tolist(), on_drafts), strict=True)) == [(0, 50), (1, 50), (3, 99), (4, 99)]
-    assert sorted(zip(*map(lambda t: t.tolist(), on_bonus), strict=True)) == [(0, 50), (2, 99)]
+    assert sorted(zip(*(t.tolist() for t in on_drafts), strict=True)) == [(0, 50), (1, 50), (3, 99), (4, 99)]
+    assert sorted(zip(*(t.tolist() for t in on_bonus), strict=True)) == [(0, 50), (2, 99)]
     assert min_tokens_masks(processor, logits, [2, 1, 3], "cpu")[0] is on_drafts
     output += [1, 1]  # one row left to mask
     again, _ = min_tokens_masks(processor, logits, [2, 1, 3], "cpu")
-    assert sorted(zip(*map(lambda t: t.tolist(), again), strict=True)) == [(0, 50), (3, 99), (4, 99)]
+    assert sorted(zip(*(t.tolist() for t in again), strict=True)) == [(0, 50), (3, 99), (4, 99)]

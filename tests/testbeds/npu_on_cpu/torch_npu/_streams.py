@@ -56,9 +56,7 @@ class Trace:
         if self.on:
             running = current_stream()
             running.tick()
-            self.accesses.append(
-                Access(storage, running.id, running.clock[running.id], dict(running.clock), write, what)
-            )
+            self.accesses.append(Access(storage, running.id, running.clock[running.id], dict(running.clock), write, what))
 
     def races(self) -> list[tuple[Access, Access]]:
         """Pairs on one storage, on two streams, at least one a write, that nothing orders."""
