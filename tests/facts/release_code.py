@@ -52,7 +52,8 @@ def methods(release: str, file: str, owner: str, wanted: tuple[str, ...], scope:
     body = [n for n in source.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
     assert body, f"{owner} of {release} has none of {wanted}"
     for function in body:
-        function.decorator_list = [d for d in function.decorator_list if ast.unparse(d) in ("property", "classmethod", "staticmethod")]
+        kept = ("property", "classmethod", "staticmethod")
+        function.decorator_list = [d for d in function.decorator_list if ast.unparse(d) in kept]
         for node in ast.walk(function):  # annotations name what is not imported here
             if isinstance(node, ast.arg):
                 node.annotation = None
@@ -69,8 +70,8 @@ def methods(release: str, file: str, owner: str, wanted: tuple[str, ...], scope:
 def top_level(release: str, file: str, wanted: tuple[str, ...], scope: dict[str, Any]) -> None:
     """Run the top-level assignments and functions ``wanted`` of a file in ``scope``."""
     for node in tree(release, file).body:
-        name = getattr(node, "name", None) or next((t.id for t in getattr(node, "targets", []) if isinstance(t, ast.Name)), None)
-        if name in wanted:
+        targets = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
+        if getattr(node, "name", None) in wanted or any(name in wanted for name in targets):
             exec(compile(ast.Module([node], []), f"{release}/{file}", "exec"), scope)
 
 

@@ -12,11 +12,11 @@ import pytest
 from overlay.detect.runner import Question, choose, has_triton
 from overlay.detect.serving import find_serving
 from overlay.facts import Build, Hardware, Model, Serving
-from overlay.serve_args import ServeArgs
+from overlay.serve_args import MISSING, ServeArgs
 from tests.facts.release_code import (
     RELEASES,
-    CUDAGraphMode,
     CompilationMode,
+    CUDAGraphMode,
     methods,
     names,
     root,
@@ -40,7 +40,8 @@ ARCHITECTURES = {
     "MixtralForCausalLM": (True, False, False),
     "MambaForCausalLM": (False, False, True),
 }
-METHODS = ("", "", "", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "dspark", "custom_class")
+METHODS = ("", "", "", "eagle", "eagle3", "mtp", "ngram", "ngram_gpu", "suffix", "medusa", "draft_model", "dspark")
+METHODS += ("custom_class",)
 RUNNER_PARTS = (
     "use_v2_model_runner",
     "_is_default_v2_model_runner_model",
@@ -119,7 +120,11 @@ def draw(rng, release):
 
 def release_config(args, build, hardware, model, serving):
     """The objects that ``VllmConfig.use_v2_model_runner`` reads."""
-    get = lambda path, default=None: args.get(path) if args.get(path) is not None and repr(args.get(path)) != "MISSING" else default  # noqa: E731
+
+    def get(path, default=None):
+        value = args.get(path)
+        return default if value is MISSING or value is None else value
+
     spec = None
     if serving.speculative_method:
         spec = Space(
@@ -130,7 +135,7 @@ def release_config(args, build, hardware, model, serving):
     mode = get("mamba_cache_mode")
     if mode is None:
         mode = "align" if serving.prefix_caching and (model.hybrid or model.attention_free) else "none"
-    return dict(
+    parts = Space(
         model_config=Space(
             runner_type=serving.task, architectures=list(model.architectures), is_moe=model.moe, is_hybrid=model.hybrid,
             is_quantized=bool(model.quantization), is_attention_free=model.attention_free, use_mla=model.mla,
@@ -153,6 +158,7 @@ def release_config(args, build, hardware, model, serving):
         ec_transfer_config=get("ec_transfer_config"), lora_config=True if serving.lora else None,
         attention_config=Space(hisparse_config=None),
     )  # fmt: skip
+    return vars(parts)
 
 
 @pytest.mark.parametrize("release", RELEASES[1:])
@@ -216,7 +222,9 @@ def test_async_scheduling_is_what_the_releases_own_code_settles(release):
     )
     first = next(i for i, node in enumerate(init.body) if ast.unparse(node).startswith("executor_backend ="))
     last = next(
-        i for i, n in enumerate(init.body) if isinstance(n, ast.If) and ast.unparse(n.test) == "self.scheduler_config.async_scheduling"
+        i
+        for i, node in enumerate(init.body)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "self.scheduler_config.async_scheduling"
     )
     code = compile(ast.fix_missing_locations(ast.Module(init.body[first : last + 1], [])), release, "exec")
     literals = names()
@@ -241,9 +249,8 @@ def test_async_scheduling_is_what_the_releases_own_code_settles(release):
         config = release_config(args, build, hardware, model, serving)
         config["parallel_config"].distributed_executor_backend = serving.executor
         made = Space(**config, scheduler_config=Space(async_scheduling=None), use_v2_model_runner=serving.runner == "V2")
-        executor = Space(supports_async_scheduling=lambda: True)
         scope = {
-            **literals, "self": made, "Executor": Space(get_class=lambda config: executor),
+            **literals, "self": made, "Executor": Space(get_class=lambda config: Space(supports_async_scheduling=lambda: True)),
             "current_platform": Space(is_rocm=lambda h=hardware: h.platform == "rocm"),
         }  # fmt: skip
         exec(code, scope)
@@ -255,7 +262,8 @@ def test_async_scheduling_is_what_the_releases_own_code_settles(release):
 def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
     sources(release)
     rng = random.Random(8)
-    devices = [("NVIDIA H200", 140), ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA L4", 23), ("NVIDIA B200", 179), (None, None), ("cpu", 0)]
+    devices = [("NVIDIA H200", 140), ("NVIDIA A100-SXM4-80GB", 80), ("NVIDIA L4", 23), ("NVIDIA B200", 179)]
+    devices += [(None, None), ("cpu", 0)]
     usage = Space(OPENAI_API_SERVER=Usage("api"), LLM_CLASS=Usage("llm"))
     monkeypatch.setitem(sys.modules, "vllm.usage.usage_lib", types.SimpleNamespace(UsageContext=usage))
     compared = 0
@@ -280,7 +288,7 @@ def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
             words += [option, str(value)] if value is not None else []
         args = ServeArgs.parse(words, grammar(release))
         build = Build(distribution="vllm", version=release, public=release, root=str(root(release)))
-        model = Model(architectures=("LlamaForCausalLM",), encoder_decoder=False, hybrid=False, attention_free=False, quantization="")
+        model = Model(architectures=("LlamaForCausalLM",), encoder_decoder=False, hybrid=False, attention_free=False)
         serving, unknown = find_serving(args, build, hardware, model, {})
         if name is None:
             if args.values.get("max_num_seqs") is None:
@@ -295,7 +303,8 @@ def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
         made = theirs_class()
         values = args.values
         made.__dict__.update(
-            pipeline_parallel_size=values.get("pipeline_parallel_size", 1), tensor_parallel_size=values.get("tensor_parallel_size", 1),
+            pipeline_parallel_size=values.get("pipeline_parallel_size", 1),
+            tensor_parallel_size=values.get("tensor_parallel_size", 1),
             max_num_batched_tokens=values.get("max_num_batched_tokens"), max_num_seqs=values.get("max_num_seqs"),
             performance_mode=values.get("performance_mode", "balanced"), enable_chunked_prefill=True,
         )  # fmt: skip
@@ -303,7 +312,8 @@ def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
         getattr(made, limits)(usage.OPENAI_API_SERVER, config, **extra)
         if serving.max_num_seqs is None:
             continue
-        assert (serving.max_num_seqs, serving.max_num_batched_tokens) == (made.max_num_seqs, made.max_num_batched_tokens), words
+        ours = (serving.max_num_seqs, serving.max_num_batched_tokens)
+        assert ours == (made.max_num_seqs, made.max_num_batched_tokens), words
         compared += 1
     assert compared > 120
 
@@ -311,7 +321,8 @@ def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
 def test_an_unknown_rule_is_no_guess(tmp_path):
     """Another release's source: neither runner, unless the variable settles it."""
     (tmp_path / "config").mkdir()
-    (tmp_path / "config/vllm.py").write_text("class VllmConfig:\n    @property\n    def use_v2_model_runner(self):\n        return 7\n")
+    source = "class VllmConfig:\n    @property\n    def use_v2_model_runner(self):\n        return 7\n"
+    (tmp_path / "config/vllm.py").write_text(source)
     build = Build(distribution="vllm", version="0.40.0", public="0.40.0", root=str(tmp_path))
     ask = lambda environ: choose(Question(build, Hardware(), Model(), Serving(), environ, lambda path: None))  # noqa: E731
     assert ask({}).runner is None and "none of the known releases" in ask({}).reason

@@ -164,7 +164,8 @@ def test_plugins_are_listed_by_their_own_names_and_versions(site):
         "vllm_hcu",
         "0.21.0+das.1a2b3c4.dtk2604",
         files=["vllm_hcu/__init__.py"],
-        entry_points="[vllm.platform_plugins]\nhcu = vllm_hcu:register\n\n[vllm.general_plugins]\nhcu_model = vllm_hcu:models\n",
+        entry_points="[vllm.platform_plugins]\nhcu = vllm_hcu:register\n\n"
+        "[vllm.general_plugins]\nhcu_model = vllm_hcu:models\n",
     )
     site.dist("vllm-metax", "0.21.0", files=["vllm_metax/__init__.py"])
     site.dist("my-lora", "1.0", files=["l.py"], entry_points="[vllm.general_plugins]\nmine = l:go\n")

@@ -303,8 +303,8 @@ int nvmlDeviceGetUUID(void *h, char *s, unsigned n) {
     const char *u = id(h) == 1 ? "GPU-aaaa1111" : id(h) == 2 ? "GPU-bbbb2222" : id(h) == 11 ? "MIG-cccc" : "MIG-dddd";
     strncpy(s, u, n); return 0; }
 int nvmlDeviceGetName(void *h, char *s, unsigned n) {
-    strncpy(s, id(h) > 10 ? "NVIDIA H200 MIG 1g.18gb" : getenv("STAND_IN_MIXED") && id(h) == 2 ? "NVIDIA A100" : "NVIDIA H200", n);
-    return 0; }
+    const char *gpu = getenv("STAND_IN_MIXED") && id(h) == 2 ? "NVIDIA A100" : "NVIDIA H200";
+    strncpy(s, id(h) > 10 ? "NVIDIA H200 MIG 1g.18gb" : gpu, n); return 0; }
 int nvmlDeviceGetCudaComputeCapability(void *h, int *a, int *b) {
     *a = getenv("STAND_IN_MIXED") && id(h) == 2 ? 8 : 9; *b = 0; return 0; }
 int nvmlDeviceGetMemoryInfo(void *h, unsigned long long *m) { m[0] = 150754820096ull; m[1] = 1; m[2] = 2; return 0; }

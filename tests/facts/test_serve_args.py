@@ -1,7 +1,8 @@
 """``ServeArgs`` against the real parsers of six releases.
 
-The answers in ``data/parser-RELEASE.json`` were given by the releases' own ``vllm serve`` parsers (``record_parsers.py``): to every
-line of the corpus, and to every line that ``merge`` made of it. So a merged line that was never put to the real parser fails.
+The answers in ``data/parser-RELEASE.json`` were given by the releases' own ``vllm serve`` parsers (``record_parsers.py``): to
+every line of the corpus, and to every line that ``merge`` made of it. So a merged line that was never put to the real parser
+fails.
 """
 
 import json
@@ -159,7 +160,7 @@ def test_installed_release_is_read_like_its_own_parser():
 
     real = make_arg_parser(FlexibleArgumentParser())
     mine = from_source(Path(vllm.__file__).parent)
-    strings = {text: action for text, action in real._option_string_actions.items()}
+    strings = dict(real._option_string_actions)
     assert set(strings) == {text for argument in mine.arguments for text in argument.strings}
     for argument in mine.arguments:
         for text in argument.strings:
