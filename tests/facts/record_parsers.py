@@ -18,7 +18,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from corpus import ADDITIONS, LINES  # noqa: E402
 
-from overlay.argument_grammar import from_source  # noqa: E402
+from overlay.argument_source import from_source  # noqa: E402
 from overlay.serve_args import ServeArgs  # noqa: E402
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from overlay.argument_grammar import APPEND, JSON, JSON_OR_STR, Grammar, from_source
+from overlay.argument_grammar import APPEND, JSON, JSON_OR_STR, Grammar
+from overlay.argument_source import from_source
 from overlay.serve_args import MISSING, ServeArgs
 from tests.facts.corpus import ADDITIONS, LINES
 from tests.support import CACHE
