@@ -216,6 +216,18 @@ class DecodeState:
         for buffer in self.accounts:
             forget(buffer)
 
+    def compile(self) -> None:
+        """Compile both forms of the kernel ahead of the first request, launching neither."""
+        import torch
+
+        from patches._lib.v1_decode_kernels import decode_step
+
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return
+        sampled = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
+        for single in (True, False):
+            decode_step.warmup(self.table, self.groups, sampled, 2, 2, 2, SINGLE=single, grid=self.grid, **self.constants)
+
     def _upload(self, deltas: list[int]) -> None:
         import torch
 

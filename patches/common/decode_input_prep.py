@@ -52,6 +52,11 @@ PATCH = Patch(
             "prepare",
             fingerprints=_seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41 90daf506896048b9 01c2078e58d1a486 ="),
         ),
+        Target(
+            "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model",
+            "warm",
+            fingerprints=_seen("24ff104e5380705d d0bd6792caa87cfc d10ee84234e15048 = = ="),
+        ),
     ),
     assumes=(
         Target(
@@ -230,12 +235,24 @@ def prepare(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def warm(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """``capture_model``, the end of warm-up: make the state and compile the kernels, so that no request waits."""
+    result = wrapped(*args, **kwargs)
+    fast = instance.__dict__.get(_STATE)
+    if fast is None:
+        fast = instance.__dict__[_STATE] = service_reason(instance) or Fast()
+    if isinstance(fast, Fast):
+        fast.state_for(instance)
+    return result
+
+
 class Fast:
     """What one runner needs for the fast path. rest: what ``_prepare_inputs`` returns behind its first two values."""
 
     def __init__(self) -> None:
         self.state: Any = None
         self.problem = ""
+        self.compiled = False
         self.rest: tuple[int, ...] | None = None
 
     def state_for(self, runner: Any) -> Any | None:
@@ -244,11 +261,23 @@ class Fast:
 
         if self.state is not None and not self.state.moved(runner):
             return self.state
+        if self.problem == "the kernel does not compile":
+            return None
         try:
             self.state = DecodeState(runner)
             count.add("built")
         except Unsupported as problem:
             self.state, self.problem = None, str(problem)
+            return None
+        if not self.compiled:
+            try:
+                self.state.compile()
+                self.compiled = True
+            except Exception:
+                import logging
+
+                self.state, self.problem = None, "the kernel does not compile"
+                logging.getLogger("vllm.overlay").exception("%s: %s; it stays out", PATCH.id, self.problem)
         return self.state
 
     def learn(self, result: Any) -> None:

@@ -35,3 +35,11 @@ def test_a_shadow_difference_is_reported_and_ends_the_fast_path(in_release, rele
 
 def test_logits_indices_pick_the_same_rows(in_release, release):
     in_release(release, "decode_gates:logits_indices_pick_the_same_rows")
+
+
+def test_a_kernel_that_does_not_compile_leaves_the_original(in_release, release):
+    in_release(release, "decode_gates:a_kernel_that_does_not_compile_leaves_the_original")
+
+
+def test_the_state_is_made_at_the_end_of_warm_up(in_release, release):
+    in_release(release, "decode_gates:the_state_is_made_at_the_end_of_warm_up")

@@ -272,6 +272,36 @@ def check_a_shadow_difference_is_reported_and_ends_the_fast_path(release: str) -
     return events
 
 
+def check_a_kernel_that_does_not_compile_leaves_the_original(release: str) -> dict[str, Any]:
+    from patches._lib.v1_decode_state import DecodeState
+
+    def fails(state: Any) -> None:
+        raise RuntimeError("no such architecture")
+
+    with applied(PATCH, version=release), Attribute(DecodeState, "compile", fails):
+        before = counted(PATCH)
+        world = steady()
+        world.step(churn=False)
+        events = spent(PATCH, before)
+    refused = events.pop("refused: buffers: the kernel does not compile")
+    assert refused >= 4 and events == {"built": 1}, events
+    return {"refused": refused}
+
+
+def check_the_state_is_made_at_the_end_of_warm_up(release: str) -> dict[str, Any]:
+    """``capture_model`` builds it before the first request; that fails on no model, but what follows is the same."""
+    with applied(PATCH, version=release) as application:
+        world = lab.Lab(23)
+        (site,) = [site for site in application.sites if site.name == "capture_model"]
+        from patches.common.decode_input_prep import warm
+
+        before = counted(PATCH)
+        assert warm(lambda: 7, world.runner, (), {}) == 7
+        assert spent(PATCH, before) == {"built": 1}
+        assert world.runner.__dict__["_overlay_decode"].state is not None and site.original is not None
+    return {}
+
+
 def check_logits_indices_pick_the_same_rows(release: str) -> dict[str, Any]:
     """A slice, and with fast prefill of shared KV caches the original's int32 indices."""
     import torch
