@@ -46,8 +46,12 @@ def parser() -> argparse.ArgumentParser:
     judge = commands.add_parser("judge", help="recompute the verdict from the files alone and print it as JSON")
     judge.add_argument("folder", type=Path)
 
-    report = commands.add_parser("report", help="write report.md and report.html of a run again")
+    report = commands.add_parser(
+        "report", help="write report.md and report.html again; closes a run measured elsewhere"
+    )
     report.add_argument("folder", type=Path)
+    report.add_argument("--results", type=Path, default=RESULTS, help="where the record of a run closed by this goes")
+    report.add_argument("--no-record", action="store_true", help="keep no record of the verdict")
 
     diff = commands.add_parser("diff", help="what two patch sets (launcher YAML) differ in")
     diff.add_argument("first", type=Path)
@@ -177,10 +181,16 @@ def _judge(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
+    """Reports again; a run that was measured where scipy is missing is judged, recorded and closed here."""
     from ab_runs import report
     from ab_runs.judge import judge
+    from ab_runs.store import Store
 
-    for line in report.write(args.folder, judge(args.folder)):
+    verdict = judge(args.folder)
+    if verdict["complete"] and not Store(args.folder).finished:
+        finish(args.folder, None if args.no_record else args.results)
+        return 0
+    for line in report.write(args.folder, verdict):
         print(line)
     return 0
 

@@ -250,6 +250,28 @@ def test_the_command_line_measures_reports_and_keeps_a_record(tmp_path, capsys):
     assert "+fast" in capsys.readouterr().out
 
 
+def test_a_run_measured_without_scipy_says_so_and_is_closed_where_scipy_is(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "spec.yaml"
+    file.write_text(dump(SPEC))
+    out, results = ["--out", str(tmp_path / "run")], ["--results", str(tmp_path / "results")]
+    with monkeypatch.context() as without:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "scipy"]:
+            without.delitem(sys.modules, name)
+        without.setitem(sys.modules, "scipy", None)
+        without.setattr("ab_runs.stats._t", _uncached())
+        assert cli.main(["run", str(file), *out, *results]) == 2
+        assert "to judge it install scipy" in capsys.readouterr().err
+    assert not (tmp_path / "run/finished.json").exists() and not (tmp_path / "results").exists()
+    assert cli.main(["report", str(tmp_path / "run"), *results]) == 0
+    assert (tmp_path / "run/finished.json").exists() and len(list((tmp_path / "results").iterdir())) == 1
+
+
+def _uncached():
+    from ab_runs import stats
+
+    return stats._t.__wrapped__  # an interval of an earlier test must not answer in scipy's place
+
+
 def test_without_a_folder_a_run_resumes_the_unfinished_one_and_leaves_finished_ones_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "OUT", tmp_path)
     assert cli.unfinished("demo") == tmp_path / "demo"
