@@ -86,7 +86,6 @@ PATCH = Patch(
         ),
         also="own_runner",
     ),
-    superseded="shared_upstream",
     tests="tests/v1/test_gdn_metadata_once.py",
 )
 
@@ -102,15 +101,6 @@ _OF_A_GROUP = {
     "_num_computed_tokens_cpu",
     "_num_computed_tokens_cache",
 }
-
-
-def shared_upstream(facts: Any) -> str | None:
-    """vLLM 0.32 has an ``update_block_table`` for GDN, which the V2 runner (its default for these models) uses."""
-    from overlay.versions import in_range
-
-    if facts.build.public and in_range(facts.build.public, ">=0.32.0"):
-        return "vLLM shares GDN metadata between groups since 0.32.0"
-    return None
 
 
 def own_runner(facts: Any) -> str | None:

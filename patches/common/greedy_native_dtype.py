@@ -13,6 +13,7 @@ request wants log-probabilities, so its own metadata decides.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from overlay.runtime import Counters
@@ -87,6 +88,8 @@ PATCH = Patch(
 
 count = Counters(PATCH.id)
 
+_LOW_WORD_FIRST = sys.byteorder == "little"
+
 
 def needs_float32(logits: Any, metadata: Any) -> str | None:
     """Why the original must run, or None where the argmax of ``logits`` (any number of rows) is its whole result."""
@@ -139,7 +142,11 @@ def sample(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.v1.outputs import SamplerOutput
 
     count.hit()
-    tokens = logits.argmax(dim=-1, keepdim=True).to(torch.int32)
+    tokens = logits.argmax(dim=-1, keepdim=True)
+    if logits.shape[0] == 1 and _LOW_WORD_FIRST:
+        tokens = tokens.view(torch.int32)[:, :1]  # the low word is the id: a view in place of a conversion's launch
+    else:
+        tokens = tokens.to(torch.int32)
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
 
 

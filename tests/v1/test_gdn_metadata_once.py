@@ -1,8 +1,5 @@
 """gdn-metadata-once: every group's metadata, and what captured graphs read, are the original's (releases up to 0.30)."""
 
-from overlay.facts import Build, Facts
-from patches.common.gdn_metadata_once import shared_upstream
-
 RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0")
 
 
@@ -17,8 +14,3 @@ def test_graphs_captured_without_the_patch_keep_their_own_buffers(in_release, re
 
 def test_another_step_another_builder_and_speculation_are_not_shared(in_release, release):
     in_release(release, "gdn:another_step_another_builder_and_speculation_are_not_shared")
-
-
-def test_superseded_since_0_32():
-    for public, expected in (("0.28.0", False), ("0.32.0", True), (None, False)):
-        assert bool(shared_upstream(Facts(build=Build(public=public)))) is expected

@@ -135,6 +135,7 @@ def _same(mine: Any, theirs: Any) -> None:
 
     assert mine.sampled_token_ids.dtype is theirs.sampled_token_ids.dtype
     assert mine.sampled_token_ids.shape == theirs.sampled_token_ids.shape
+    assert mine.sampled_token_ids.is_contiguous()
     assert torch.equal(mine.sampled_token_ids, theirs.sampled_token_ids), (mine, theirs)
     assert mine.logprobs_tensors is None and theirs.logprobs_tensors is None
 
@@ -147,7 +148,7 @@ def check_greedy_tokens_equal_the_originals(release: str) -> dict[str, Any]:
     with device_path():
         for seed in range(40):
             rnd = random.Random(seed)
-            requests = rnd.randrange(1, 9)
+            requests = rnd.choice((1, 1, 2, 5, 8))
             logits = rows(rnd, requests, rnd.choice((torch.bfloat16, torch.float16)))
             kept = logits.clone()
             theirs = sampler(logits.clone(), metadata(requests))
