@@ -86,9 +86,7 @@ PATCH = Patch(
         Target(
             at="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
             use="dummy_run",
-            fingerprints=_seen(
-                "101137f3bf82dc18 22ca57cad1b2cb95 41bb07ba63f01894 eac293d7ea550839 4e60aad0b3f20d3f ="
-            ),
+            fingerprints=_seen("101137f3bf82dc18 22ca57cad1b2cb95 41bb07ba63f01894 eac293d7ea550839 4e60aad0b3f20d3f ="),
         ),
         Target(
             at="vllm.v1.worker.gpu_worker:Worker.wake_up",

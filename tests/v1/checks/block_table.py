@@ -107,3 +107,26 @@ def check_a_dummy_run_and_a_wake_up_forget_what_the_device_holds(release: str) -
             host = tables.block_tables[0].block_table.np[:2]
             assert np.array_equal(tables.block_tables[0].block_table.gpu.numpy()[:2], host), name
     return {}
+
+
+def check_without_a_version_counter_nothing_is_skipped(release: str) -> dict[str, Any]:
+    """Tensors made under inference mode do not count their writes: every commit copies, no buffer is enrolled."""
+    import torch
+
+    from patches._lib.held import enrol, held
+
+    with applied("block-table-dirty", version=release):
+        table = history.make_batch().block_table.block_tables[0]
+        with torch.inference_mode():
+            table.block_table.cpu = torch.zeros_like(table.block_table.cpu)
+            table.block_table.gpu = torch.zeros_like(table.block_table.cpu)
+        before = counted("block-table-dirty")
+        for _ in range(3):
+            with torch.inference_mode():
+                table.block_table.gpu.fill_(-3)
+                table.commit_block_table(2)
+            assert (table.block_table.gpu[:2] == 0).all()
+        events = spent("block-table-dirty", before)
+        assert events == {"refused: changed": 1, "refused: host tensor without a version counter": 2}, events
+    assert not enrol(table.block_table) and held(table.block_table) is None
+    return events
