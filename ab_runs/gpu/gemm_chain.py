@@ -4,8 +4,7 @@
 
 Tells, before any server runs, what the tiles and programmatic launch bring where the weights come from memory and small
 kernels run between the products. The stand-ins read and write about what a normalisation, rotary embedding, attention
-over 1,000 tokens and an activation do; none of them triggers the next kernel early, except in the arm ``links``, which has
-the kernels of ``fused`` around the MLP's first product. Figures: microseconds a layer.
+over 1,000 tokens and an activation do; none of them triggers the next kernel early. Figures: microseconds a layer.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patches._lib.gemm import fused, kernels
+from patches._lib.gemm import kernels
 from patches._lib.gemm.table import Tile
 
 # (layers, hidden, [(n, k, what runs before the product)])
@@ -62,7 +61,10 @@ def _attend(cache, target, K, LOOPS, BLOCK: tl.constexpr):
 class Chain:
     def __init__(self, name: str, winners: dict) -> None:
         layers, self.products = CHAINS[name]
-        self.weights = [[torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(0.05) for n, k, _ in self.products] for _ in range(layers)]
+        self.weights = [
+            [torch.randn(n, k, device="cuda", dtype=torch.bfloat16).mul_(0.05) for n, k, _ in self.products]
+            for _ in range(layers)
+        ]
         self.tiles = [winners.get((n, k), Tile("rows", 4, 512, 2)) for n, k, _ in self.products]
         self.cache = torch.randn(layers, 4096 * 16 * 32, device="cuda", dtype=torch.bfloat16)
         self.buffers = {k: torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in {k for _, k, _ in self.products}}
@@ -86,20 +88,12 @@ class Chain:
         for layer, at in flat:
             n, k, what = self.products[at]
             w, x = self.weights[layer][at], self.buffers[k]
-            if arm["how"] == "links" and what == "act":
-                x = fused.silu_and_mul(self.wide[:, : 2 * k], pdl=True)
-            elif arm["how"] == "links" and what == "norm" and at:
-                x, _ = fused.add_norm(self.wide[:, :k], self.wide[:, k : 2 * k], self.wide[0, :k], 1e-6, pdl=True)
-            else:
-                self.between(what, layer, k)
+            self.between(what, layer, k)
             if arm["how"] == "original":
                 torch.nn.functional.linear(x, w)
                 continue
             tile = self.tiles[at]
-            if arm["pdl"] is not None:
-                tile = replace(tile, pdl=arm["pdl"], early=False)
-            if arm["how"] in ("early", "links") and tile.kernel == "rows":
-                tile = replace(tile, pdl=True, early=True, stages=1)
+            tile = replace(tile, pdl=arm["pdl"])
             kernels.run(tile, x, w)
 
     def graph(self, arm: dict) -> torch.cuda.CUDAGraph:
@@ -149,14 +143,14 @@ def main() -> None:
         if time.monotonic() - start > args.seconds:
             break
         chain = Chain(name, best)
-        arms = {
-            "original": {"how": "original", "pdl": None}, "as found": {"how": "tiles", "pdl": None},
-            "no pdl": {"how": "tiles", "pdl": False}, "early": {"how": "early", "pdl": True}, "links": {"how": "links", "pdl": True},
-        }  # fmt: skip
+        arms = {"original": {"how": "original"}, "tiles": {"how": "tiles", "pdl": False}, "pdl": {"how": "tiles", "pdl": True}}
         times = chain.compare(arms)
         results[name] = {"tiles": [str(tile) for tile in chain.tiles], "us_per_layer": times}
         for arm, values in times.items():
-            print(f"{name:5} {arm:24} {statistics.median(values):8.2f} us a layer  ({min(values):.2f} to {max(values):.2f})", flush=True)
+            print(
+                f"{name:5} {arm:24} {statistics.median(values):8.2f} us a layer  ({min(values):.2f} to {max(values):.2f})",
+                flush=True,
+            )
         args.out.write_text(json.dumps(results, indent=1))
         del chain
         torch.cuda.empty_cache()

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ab_runs.gpu.gemm_serve import HOOK, MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
-PATCHES = {"stock": [], "again": [], "patched": ["gemm-tiles", "llama-norm-gate-up"]}
+PATCHES = {"stock": [], "again": [], "patched": ["gemm-tiles"]}
 QUESTIONS = [
     "Why is the sky blue?", "Explain how a bicycle stays upright.", "Write a short story about a lighthouse keeper.",
     "What is the difference between a list and a tuple in Python?", "Name three causes of the First World War.",
@@ -84,6 +84,10 @@ def child(args: argparse.Namespace) -> None:
     os._exit(0)
 
 
+def largest(stock: list[list[float]], other: list[list[float]]) -> float:
+    return max(abs(x - y) for a, b in zip(stock, other, strict=True) for x, y in zip(a, b, strict=True))
+
+
 def judge(found: dict[str, dict]) -> dict:
     """Differences of mean log probability with a bootstrap interval over pieces, and every first divergence."""
     stock, verdict = found["stock"], {}
@@ -91,13 +95,15 @@ def judge(found: dict[str, dict]) -> dict:
     for arm in ("again", "patched"):
         entry: dict = {"quality": {}, "divergences": []}
         for rows, scores in stock["quality"].items():
-            differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in zip(scores, found[arm]["quality"][rows], strict=True)]
+            differences = [
+                statistics.fmean(b) - statistics.fmean(a) for a, b in zip(scores, found[arm]["quality"][rows], strict=True)
+            ]
             draws = sorted(statistics.fmean(chance.choices(differences, k=len(differences))) for _ in range(2000))
             mean = -statistics.fmean(x for piece in scores for x in piece)
             entry["quality"][rows] = {
                 "tokens": sum(map(len, scores)), "stock_nll": mean, "stock_perplexity": math.exp(mean),
                 "change_of_mean_logprob": statistics.fmean(differences), "interval_95": [draws[50], draws[1949]],
-                "largest_token_difference": max(abs(x - y) for a, b in zip(scores, found[arm]["quality"][rows], strict=True) for x, y in zip(a, b, strict=True)),
+                "largest_token_difference": largest(scores, found[arm]["quality"][rows]),
             }  # fmt: skip
         same = 0
         for number, (a, b) in enumerate(zip(stock["greedy"], found[arm]["greedy"], strict=True)):
@@ -105,7 +111,9 @@ def judge(found: dict[str, dict]) -> dict:
             if at is None:
                 same += 1
             else:
-                entry["divergences"].append({"prompt": number, "token": at, "stock_gap_nats": a["best"][at][0] - a["best"][at][1]})
+                entry["divergences"].append(
+                    {"prompt": number, "token": at, "stock_gap_nats": a["best"][at][0] - a["best"][at][1]}
+                )
         entry["equal_answers"] = f"{same} of {len(stock['greedy'])}"
         verdict[arm] = entry
     return verdict
@@ -128,10 +136,16 @@ def main() -> None:
     for arm, patches in PATCHES.items():
         environment = dict(os.environ, VLLM_CACHE_ROOT=str(work / f"cache-{arm}"), VLLM_ENABLE_V1_MULTIPROCESSING="0")
         if patches:
-            environment |= {"ARM_MODULES": " ".join(MODULES[p] for p in patches), "ARM_OPTIONS": json.dumps({"tables": args.tables}),
-                            "ARM_COUNTS": str(work / "counts"), "PYTHONPATH": f"{work / 'hook'}:{environment.get('PYTHONPATH', '')}"}  # fmt: skip
+            environment |= {
+                "ARM_MODULES": " ".join(MODULES[patch] for patch in patches),
+                "ARM_OPTIONS": json.dumps({"tables": args.tables}),
+                "ARM_COUNTS": str(work / "counts"),
+                "PYTHONPATH": f"{work / 'hook'}:{environment.get('PYTHONPATH', '')}",
+            }
         command = [sys.executable, __file__, "--child", "--model", args.model, "--out", str(work / f"{arm}.json")]
-        running[arm] = subprocess.Popen(command, env=environment, stdout=(work / f"{arm}.log").open("w"), stderr=subprocess.STDOUT)
+        running[arm] = subprocess.Popen(
+            command, env=environment, stdout=(work / f"{arm}.log").open("w"), stderr=subprocess.STDOUT
+        )
     for arm, process in running.items():
         if process.wait():
             print(arm, "FAILED", (work / f"{arm}.log").read_text()[-2500:], flush=True)

@@ -1,6 +1,6 @@
 """TPOT of served models, stock against the GEMM patches, arms resident side by side and measured in turns.
 
-    python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan 0.6b:stock,tiles,fused 4b:stock,fused --seconds 120
+    python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan qwen3-0.6b:stock,tiles qwen3-4b:stock,tiles --seconds 120
 
 Every arm is an engine of its own (its own process, vLLM's defaults: torch.compile, graphs, asynchronous scheduling), all
 on one GPU and idle but for the one that is measured. Figures: TPOT in ms as (time of 8 + N tokens - time of 8 tokens) / N
@@ -20,17 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-ARMS = {
-    "stock": [],
-    "tiles": ["gemm-tiles"],
-    "plain": ["gemm-tiles"],
-    "links": ["gemm-tiles", "qwen3-norm-gate-up"],
-}
-OPTIONS = {"plain": {"pdl": "off"}, "links": {"early": True}}
-MODULES = {"gemm-tiles": "patches.common.gemm_tiles", "qwen3-norm-gate-up": "patches.cuda.qwen3_norm_gate_up",
-           "llama-norm-gate-up": "patches.cuda.llama_norm_gate_up"}  # fmt: skip
+ARMS = {"stock": [], "tiles": ["gemm-tiles"]}
+MODULES = {"gemm-tiles": "patches.common.gemm_tiles"}
 # Puts an arm's patches into force in every process of its engine, by their real specifications and fingerprints.
-HOOK = '''
+HOOK = """
 import importlib, importlib.abc, importlib.util, os, sys
 sys.path.append({root!r})
 patches = {{}}
@@ -71,7 +64,7 @@ class Finder(importlib.abc.MetaPathFinder):
 
 if patches:
     sys.meta_path.insert(0, Finder())
-'''
+"""
 
 
 def child(args: argparse.Namespace) -> None:
@@ -82,10 +75,13 @@ def child(args: argparse.Namespace) -> None:
 
     sys.stdin.readline()
 
-    speculative = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1} if args.spec else None
+    speculative = (
+        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1} if args.spec else None
+    )
     engine = LLM(
         model=args.model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=(3 if "27b" in args.model else 1) * 2**30, seed=0, speculative_config=speculative, disable_log_stats=True,
+        kv_cache_memory_bytes=(3 if "27b" in args.model else 1) * 2**30, seed=0,
+        speculative_config=speculative, disable_log_stats=True,
     )  # fmt: skip
     chance = random.Random(1)
 
@@ -102,7 +98,9 @@ def child(args: argparse.Namespace) -> None:
     for batch in (1, 2, 4, 8):
         generate(batch, 24)
     fixed = [{"prompt_token_ids": [7 * i % 19000 + 500 for i in range(64)]}]
-    same = engine.generate(fixed, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False), use_tqdm=False)
+    same = engine.generate(
+        fixed, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False), use_tqdm=False
+    )
     print("READY " + json.dumps(list(same[0].outputs[0].token_ids)), flush=True)
     for line in sys.stdin:
         if line.startswith("quit"):
@@ -121,15 +119,27 @@ class Arm:
         (hook / "sitecustomize.py").write_text(HOOK.format(root=str(ROOT)))
         self.kind = model + (" spec" if spec else "")
         slug = self.name.replace(" ", "-")
-        environment = dict(os.environ, VLLM_CACHE_ROOT=str(work / f"cache-{slug}"), TORCHINDUCTOR_CACHE_DIR=str(work / f"inductor-{slug}"))
+        environment = dict(
+            os.environ, VLLM_CACHE_ROOT=str(work / f"cache-{slug}"), TORCHINDUCTOR_CACHE_DIR=str(work / f"inductor-{slug}")
+        )
         if ARMS[arm]:
-            environment |= {"ARM_MODULES": " ".join(MODULES[patch] for patch in ARMS[arm]), "ARM_OPTIONS": json.dumps(OPTIONS.get(arm, {}) | ({"tables": str(args.tables)} if args.tables else {})), "ARM_COUNTS": str(work / f"counts-{slug}")}
+            environment |= {
+                "ARM_MODULES": " ".join(MODULES[patch] for patch in ARMS[arm]),
+                "ARM_OPTIONS": json.dumps({"tables": str(args.tables)} if args.tables else {}),
+                "ARM_COUNTS": str(work / f"counts-{slug}"),
+            }
             environment["PYTHONPATH"] = f"{hook}:{environment.get('PYTHONPATH', '')}"
         command = [sys.executable, __file__, "--child", "--model", str(args.models / model)] + (["--spec"] if spec else [])
         self.log = work / f"{slug}.log"
         self.started = time.monotonic()
         self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True, bufsize=1
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log.open("w"),
+            text=True,
+            bufsize=1,
         )
         self.times: dict[int, list[dict]] = {}
         self.tokens: list[int] = []
@@ -233,7 +243,10 @@ def save(args: argparse.Namespace, arms: list[Arm], work: Path | None = None) ->
 
     counts = {path.name: read_run(str(path))[1] for path in sorted(work.glob("counts-*"))} if work else {}
     content = {
-        "arms": [{"name": arm.name, "patches": ARMS[arm.arm], "boot_s": arm.boot, "tokens": arm.tokens, "times": arm.times} for arm in arms],
+        "arms": [
+            {"name": arm.name, "patches": ARMS[arm.arm], "boot_s": arm.boot, "tokens": arm.tokens, "times": arm.times}
+            for arm in arms
+        ],
         "counts": counts,
     }
     args.out.write_text(json.dumps(content))

@@ -14,4 +14,3 @@ MODELS: dict[str, list[tuple[int, int]]] = {
 
 def shapes() -> list[tuple[int, int]]:
     return list(dict.fromkeys(shape for model in MODELS.values() for shape in model))
-

@@ -30,8 +30,10 @@ def check_awkward() -> list[dict]:
     from patches._lib.gemm.table import Tile
 
     tiles = [
-        Tile("rows", 4, 256, 1), Tile("rows", 8, 512, 2, 3), Tile("rows", 2, 512, 2, 1, split=3), Tile("rows", 4, 1024, 4, pdl=True),
-        Tile("lanes", 8, 64, 4, 4, slices=4), Tile("lanes", 16, 64, 4, 3, 2, slices=4), Tile("lanes", 8, 64, 8, 3, slices=8, pdl=True),
+        Tile("rows", 4, 256, 1), Tile("rows", 8, 512, 2, 3), Tile("rows", 2, 512, 2, 1, split=3),
+        Tile("rows", 4, 1024, 4, pdl=True),
+        Tile("lanes", 8, 64, 4, 4, slices=4), Tile("lanes", 16, 64, 4, 3, 2, slices=4),
+        Tile("lanes", 8, 64, 8, 3, slices=8, pdl=True),
         Tile("tiles", 64, 128, 4, 4), Tile("tiles", 64, 64, 4, 6, narrow=True), Tile("tiles", 32, 128, 4, 4, split=4),
         Tile("tiles", 128, 128, 8, 3, pdl=True),
     ]  # fmt: skip
@@ -53,8 +55,18 @@ def check_awkward() -> list[dict]:
                     y = torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
                     ys.append(kernels.run(tile, x, w, bias, out=y))
                 error = ((ys[0].double() - reference).norm() / reference.norm()).item()
-                found.append({"dtype": str(dtype), "m": m, "n": n, "k": k, "tile": str(tile), "error": error, "original": theirs.item(),
-                              "same_bits": torch.equal(ys[0], ys[1]) and torch.equal(ys[0], ys[2])})  # fmt: skip
+                found.append(
+                    {
+                        "dtype": str(dtype),
+                        "m": m,
+                        "n": n,
+                        "k": k,
+                        "tile": str(tile),
+                        "error": error,
+                        "original": theirs.item(),
+                        "same_bits": torch.equal(ys[0], ys[1]) and torch.equal(ys[0], ys[2]),
+                    }  # fmt: skip
+                )
     return found
 
 

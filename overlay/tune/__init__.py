@@ -25,7 +25,9 @@ from patches._lib.gemm.shapes import products
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m overlay tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m overlay tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", nargs="?", help="folder with a config.json, or a name in the local Hugging Face cache")
     parser.add_argument("--shapes", help="products in place of a model's: NxK,NxK (weight rows x columns of one rank)")
     parser.add_argument("-tp", "--tensor-parallel-size", type=int, default=1)

@@ -1,7 +1,7 @@
 """The search for the best tile of each product, resumable, one line of JSON a product.
 
-A product is measured in three steps: every candidate once in the raw regime; the best few in the spaced regime too, with
-and without programmatic launch; the winner and the platform's own call in turns, in both regimes, with a check against
+A product is measured in three steps: every candidate once in the raw regime; the best few in the spaced regime too; the
+winner and the platform's own call in turns, in both regimes, with a check against
 float64. It is kept only where it is beyond the margin in both and its slowest repeat beats the original's fastest.
 """
 
@@ -27,8 +27,12 @@ def limit_us(m: int, n: int, k: int, copy_gbs: float) -> float:
     return (n * k + m * k + m * n) * 2 / copy_gbs / 1e3
 
 
-def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: int = 3, pdl: bool = True) -> dict[str, Any]:
-    """One product measured: what was tried, the winner, whether it is kept and, if not, why."""
+def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: int = 3, pdl: bool = False) -> dict[str, Any]:
+    """One product measured: what was tried, the winner, whether it is kept and, if not, why.
+
+    pdl: try the finalists with programmatic dependent launch, too. Off: on an H200 it measured faster here and slower in a
+    chain with other kernels and in service.
+    """
     from overlay.tune.measure import original, with_tile
 
     _, m, n, k = cell
@@ -77,7 +81,14 @@ def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: i
 
 
 def search(
-    bench: Any, cells: Iterable[Cell], log: Path, *, copy_gbs: float, margin: float, seconds: float, say: Callable[[str], None] = print
+    bench: Any,
+    cells: Iterable[Cell],
+    log: Path,
+    *,
+    copy_gbs: float,
+    margin: float,
+    seconds: float,
+    say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
     """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log."""
     records = read_log(log)

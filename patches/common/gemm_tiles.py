@@ -9,6 +9,9 @@ The gate, at every call: the table of exactly this chip and Triton release has e
 K; x and weight are plain two-dimensional matrices. Otherwise the original runs. Another summation order is another
 rounding: exactness ``rounding``.
 
+On ROCm, vLLM's fusion passes look for ``vllm::rocm_unquantized_gemm`` in the graph: with this patch they do not find it, and
+what they would fuse stays apart (the same answers; measure it where AITER's fusions are on).
+
 Counters: ``hit`` and ``hit MxNxK`` count eager calls and graph captures. A replayed graph runs none of this code.
 """
 
@@ -53,8 +56,6 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.18.1,<0.34", platforms=("cuda", "rocm", "dcu"), also="unusable"),
     options={
         "tables": Option("", "a folder with tables of your own, used before the shipped ones"),
-        "early": Option(False, "with programmatic launch, load the first weights before the input is ready"),
-        "pdl": Option("table", "programmatic dependent launch: as the table says, or off", ("table", "off")),
         "max_rows": Option(16, "use no kernel for more rows than this"),
     },
     advert="measured_gain",

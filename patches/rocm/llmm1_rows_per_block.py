@@ -4,9 +4,9 @@
 argument, and vLLM always passes 4. The best number depends on the chip and the shape. The arithmetic of a row does not
 depend on it: the published measurement saw equal bits, and exactness is ``bitwise``.
 
-gfx936, (out, in) of Qwen3.5-27B's attention qkv, GDN qkvz and gate/up projections, bf16, measured standalone (10 warm-up, 40 measured
-runs): 4 -> 2 rows per block took 0.1142 -> 0.1065 ms, 0.1310 -> 0.1210 ms and 0.2725 -> 0.2504 ms; served at concurrency 1 it
-gave 2.4 to 4.0% more output tokens. Every other shape keeps what the caller passed.
+gfx936, (out, in) of Qwen3.5-27B's attention qkv, GDN qkvz and gate/up projections, bf16, measured standalone (10 warm-up,
+40 measured runs): 4 -> 2 rows per block took 0.1142 -> 0.1065 ms, 0.1310 -> 0.1210 ms and 0.2725 -> 0.2504 ms; served at
+concurrency 1 it gave 2.4 to 4.0% more output tokens. Every other shape keeps what the caller passed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from overlay.spec import Condition, Exactness, Kind, Patch, Target
 TABLE = {"gfx936": {(14336, 5120): 2, (16384, 5120): 2, (34816, 5120): 2}}
 
 _UTILS = "vllm.model_executor.layers.utils"
-# rocm_unquantized_gemm_impl of the upstream releases: what has more than 8 rows of weight goes to wvSplitK before LLMM1 is asked
+# rocm_unquantized_gemm_impl of upstream: more than 8 rows of weight go to wvSplitK before LLMM1 is asked
 _UPSTREAM = {
     "45d1524f47421c69": "0.18.1", "aa911e65ae20398e": "0.23.0", "42d733d9c8df8a9c": "0.28.0", "998b98a5e35bd31a": "0.32.0",
     "a78a2c8f508c9ec9": "0.33.0",
@@ -43,7 +43,9 @@ PATCH = Patch(
         Target(
             at="vllm._custom_ops:LLMM1",
             use="llmm1",
-            fingerprints={f"vllm {v}": "9403d84917fe6b03" for v in ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")},
+            fingerprints={
+                f"vllm {v}": "9403d84917fe6b03" for v in ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
+            },
         ),
     ),
     condition=Condition(vllm=">=0.18.1,<0.34", platforms=("rocm", "dcu"), archs=tuple(TABLE), also="never_reached"),

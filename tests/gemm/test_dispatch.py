@@ -26,8 +26,9 @@ from overlay.runtime import set_options
 from patches._lib.gemm import dispatch, table
 
 folder = sys.argv[1]
-tiles = {(1, 24, 64): table.Tile("rows", 4, 32), (5, 24, 64): table.Tile("lanes", 8, 32, slices=2), (16, 24, 64): table.Tile("tiles", 16, 32)}
-entries = {("float16", *key): table.Entry("float16", *key, tile=tile, us=1.0, original_us=2.0, limit_us=0.5) for key, tile in tiles.items()}
+tiles = {1: table.Tile("rows", 4, 32), 5: table.Tile("lanes", 8, 32, slices=2), 16: table.Tile("tiles", 16, 32)}
+entries = [table.Entry("float16", m, 24, 64, tile=tile, us=1.0, original_us=2.0, limit_us=0.5) for m, tile in tiles.items()]
+entries = {entry.key: entry for entry in entries}
 found = table.Table("", "sm90", ("Chip",), 7, "3.6.0", "t", "d", "2026-01-01", 1.0, 0.02, "", entries)
 table.save(found, folder + "/chip.json")
 dispatch.device_of = lambda index: table.Device("sm90", "Chip", 7, "3.6.0+vendor")
@@ -76,7 +77,11 @@ print(json.dumps({"report": report, "counts": count.all()}))
 def run(tmp_path: Path, **options: object) -> dict:
     environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(options)], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(options)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -89,7 +94,12 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
 
 def test_measured_rows_take_the_kernel_and_everything_else_the_original(outcome: dict) -> None:
     originals = {name: calls for name, calls, _, _ in outcome["report"]}
-    assert [name for name, calls in originals.items() if not calls] == ["one row", "one row, bias", "five rows", "sixteen rows, strided"]
+    assert [name for name, calls in originals.items() if not calls] == [
+        "one row",
+        "one row, bias",
+        "five rows",
+        "sixteen rows, strided",
+    ]
 
 
 def test_every_answer_is_the_product_in_double_precision(outcome: dict) -> None:

@@ -56,7 +56,9 @@ def test_the_three_measured_shapes_get_two_rows_per_block(patch_module: object, 
     assert calls == [((out, 5120), 2), ((out, 5120), 4)]
 
 
-@pytest.mark.parametrize(("out", "width", "rows"), [(96, 5120, 4), (14336, 2560, 4), (5120, 14336, 4), (4096, 4096, 8), (8, 5120, 16)])
+@pytest.mark.parametrize(
+    ("out", "width", "rows"), [(96, 5120, 4), (14336, 2560, 4), (5120, 14336, 4), (4096, 4096, 8), (8, 5120, 16)]
+)
 def test_other_shapes_keep_what_the_caller_passed(patch_module: object, out: int, width: int, rows: int) -> None:
     with applied("llmm1-rows-per-block"):
         product(out, width, rows)

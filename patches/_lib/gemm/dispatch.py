@@ -12,7 +12,6 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Optional
 
 import torch
@@ -20,7 +19,7 @@ import triton
 
 from overlay.ledger import Counters
 from overlay.runtime import options
-from patches._lib.gemm import fused, kernels, table
+from patches._lib.gemm import kernels, table
 
 log = logging.getLogger("overlay.gemm")
 DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -35,13 +34,6 @@ def device_of(index: int) -> table.Device:
     else:
         arch = f"sm{properties.major}{properties.minor}"
     return table.Device(arch, properties.name, properties.multi_processor_count, triton.__version__)
-
-
-def early(tile: table.Tile) -> table.Tile:
-    """The tile with its first weights loaded before its input is ready, where its kernel can do that."""
-    if tile.kernel != "rows" or not tile.pdl:
-        return tile
-    return replace(tile, early=True, stages=1)
 
 
 class Chooser:
@@ -59,19 +51,13 @@ class Chooser:
         found, used, rejected = table.choose(device_of(device.index or 0), table.folders(extra))
         rows = int(options(self.patch).get("max_rows", table.MAX_ROWS))
         self.entries = {key: entry.tile for key, entry in found.items() if key[1] <= rows}
-        if options(self.patch).get("pdl") == "off":
-            self.entries = {key: replace(tile, pdl=False, early=False) for key, tile in self.entries.items()}
-        if options(self.patch).get("early"):
-            self.entries = {key: early(tile) for key, tile in self.entries.items()}
         for dtype, m, n, k in self.entries:
             self.by_shape.setdefault((dtype, n, k), []).append(m)
         for reason in rejected:
             log.info("%s: table left out: %s", self.patch, reason)
         log.info("%s: %d products from %s", self.patch, len(self.entries), ", ".join(used) or "no table")
 
-    def tile(
-        self, x: torch.Tensor, weight: torch.Tensor, prepare: Callable[[table.Tile, int], object]
-    ) -> table.Tile | None:
+    def tile(self, x: torch.Tensor, weight: torch.Tensor, prepare: Callable[[table.Tile, int], object]) -> table.Tile | None:
         """The tile for x [M, K] and weight [N, K], or None for the original; counted either way.
 
         prepare(tile, rows) launches a tile on throw-away input. Every number of rows of a shape is launched once where
@@ -153,35 +139,6 @@ def linear_op(name: str, chooser: Chooser, original: Callable[..., torch.Tensor]
 
     def fake(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:  # noqa: UP045
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-    return register(name, product, fake)
-
-
-def norm_gate_up_op(name: str, chooser: Chooser) -> Callable[..., tuple]:
-    """Register op ``vllm::name``: add, RMS norm, gate and up product, SiLU and product.
-
-    (x [M, K], residual [M, K], norm [K], eps, weight [2 N, K]) -> (activation [M, N], new residual [M, K]). Where the
-    table has the product with programmatic launch, the three kernels are a chain of dependent launches.
-    """
-
-    def product(
-        x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        def prepare(tile: table.Tile, rows: int) -> object:
-            zero = x.new_zeros((rows, x.shape[1]))
-            return fused.silu_and_mul(kernels.run(tile, fused.add_norm(zero, zero, norm, eps, tile.pdl)[0], weight), tile.pdl)
-
-        tile = chooser.tile(x, weight, prepare)
-        chained = tile is not None and tile.pdl
-        normed, added = fused.add_norm(x, residual, norm, eps, chained)
-        if tile is None:
-            return fused.silu_and_mul(torch.nn.functional.linear(normed, weight)), added
-        return fused.silu_and_mul(kernels.run(tile, normed, weight), chained), added
-
-    def fake(
-        x: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x.new_empty((x.shape[0], weight.shape[0] // 2)), torch.empty_like(x)
 
     return register(name, product, fake)
 

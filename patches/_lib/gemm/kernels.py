@@ -17,6 +17,7 @@ Importing this module imports torch and Triton: the launcher must not.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def _finish_row(acc, m, bias, y, part, n, n_in, N, y_m, split, M: tl.constexpr, 
 def _rows(
     x, w, bias, y, part, N, K, x_m, w_n, y_m,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     tl.static_assert(M <= 4)
     step: tl.constexpr = BK * SPLIT
@@ -81,41 +82,22 @@ def _rows(
         acc2 = tl.zeros((BN, BK), tl.float32)
     if M > 3:
         acc3 = tl.zeros((BN, BK), tl.float32)
-    if EARLY:
-        # no kernel before this one writes weights: the first are loaded before the wait for x, then one step ahead
-        ahead = _tile(w_at, n_in, k < K, EVEN_N, EVEN_K)
+    if PDL:
         tl.extra.cuda.gdc_wait()
+    for start in tl.range(0, K, step, num_stages=STAGES):
+        k_in = k + start < K
+        tile = _tile(w_at, n_in, k_in, EVEN_N, EVEN_K).to(tl.float32)
+        acc0 += tile * _row(x_at, k_in, EVEN_K)
+        if M > 1:
+            acc1 += tile * _row(x_at + x_m, k_in, EVEN_K)
+        if M > 2:
+            acc2 += tile * _row(x_at + 2 * x_m, k_in, EVEN_K)
+        if M > 3:
+            acc3 += tile * _row(x_at + 3 * x_m, k_in, EVEN_K)
+        w_at += step
+        x_at += step
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        for start in range(0, K, step):
-            k_in = k + start < K
-            tile = ahead.to(tl.float32)
-            w_at += step
-            ahead = _tile(w_at, n_in, k + start + step < K, EVEN_N, False)
-            acc0 += tile * _row(x_at, k_in, EVEN_K)
-            if M > 1:
-                acc1 += tile * _row(x_at + x_m, k_in, EVEN_K)
-            if M > 2:
-                acc2 += tile * _row(x_at + 2 * x_m, k_in, EVEN_K)
-            if M > 3:
-                acc3 += tile * _row(x_at + 3 * x_m, k_in, EVEN_K)
-            x_at += step
-    else:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
-        for start in tl.range(0, K, step, num_stages=STAGES):
-            k_in = k + start < K
-            tile = _tile(w_at, n_in, k_in, EVEN_N, EVEN_K).to(tl.float32)
-            acc0 += tile * _row(x_at, k_in, EVEN_K)
-            if M > 1:
-                acc1 += tile * _row(x_at + x_m, k_in, EVEN_K)
-            if M > 2:
-                acc2 += tile * _row(x_at + 2 * x_m, k_in, EVEN_K)
-            if M > 3:
-                acc3 += tile * _row(x_at + 3 * x_m, k_in, EVEN_K)
-            w_at += step
-            x_at += step
-        if PDL:
-            tl.extra.cuda.gdc_launch_dependents()
     _finish_row(acc0, 0, bias, y, part, n, n_in, N, y_m, split, M, SPLIT, HAS_BIAS)
     if M > 1:
         _finish_row(acc1, 1, bias, y, part, n, n_in, N, y_m, split, M, SPLIT, HAS_BIAS)
@@ -259,12 +241,14 @@ def warm(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     """Compile what ``run`` will need for contiguous x and w of these sizes, without launching it."""
     kernel, arguments = _specialise(tile, rows, n, k, False)
     part = dtype if tile.split == 1 else torch.float32
-    sizes = (n, k, k, k, n, rows) if tile.kernel != "rows" else (n, k, k, k, n)
-    if tile.kernel != "rows":
-        del arguments["M"]
-    kernel.warmup(dtype, dtype, None, dtype, part, *sizes, grid=(1, 1), **arguments)
+    if tile.kernel == "rows":
+        kernel.warmup(dtype, dtype, None, dtype, part, n, k, k, k, n, grid=(1, 1), **arguments)
+    else:  # M is a run-time argument there, and warmup takes those by position
+        constants = {name: value for name, value in arguments.items() if name != "M"}
+        kernel.warmup(dtype, dtype, None, dtype, part, n, k, k, k, n, rows, grid=(1, 1), **constants)
 
 
+@functools.lru_cache(maxsize=4096)
 def _specialise(tile: Tile, rows: int, n: int, k: int, has_bias: bool) -> tuple[Any, dict[str, Any]]:
     """The kernel of ``tile`` and its compile-time arguments for a product of rows x k by n x k."""
     arguments: dict[str, Any] = {
@@ -282,7 +266,7 @@ def _specialise(tile: Tile, rows: int, n: int, k: int, has_bias: bool) -> tuple[
     if tile.pdl:
         arguments["launch_pdl"] = True
     if tile.kernel == "rows":
-        return _rows, arguments | {"M": rows, "EARLY": tile.pdl and tile.early}
+        return _rows, arguments | {"M": rows}
     if tile.kernel == "lanes":
         return _lanes, arguments | {"M": rows, "MP": 16, "SLICES": tile.slices}
     return _tiles, arguments | {"M": rows, "MP": 8 if rows <= 8 and tile.narrow else 16}

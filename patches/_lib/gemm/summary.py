@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from patches._lib.gemm import table
+from patches._lib.gemm.shapes import products
 
 if TYPE_CHECKING:
     from overlay.facts import Facts
@@ -45,13 +46,42 @@ def measured_gain(facts: Facts) -> str | None:
         if record["device"] != facts.hardware.name or record["arch"] != facts.hardware.arch:
             continue
         model = record["model"]
+        if (facts.serving.tensor_parallel or 1) != 1:
+            continue
         if all(getattr(facts.model, name, None) == value for name, value in model["dims"].items()):
+            gain = record["stock_ms"] / record["patched_ms"]
             return (
-                f"measured on {record['device']} with {model['name']} and vLLM {record['vllm']}: TPOT "
-                f"{record['stock_ms']:.2f} -> {record['patched_ms']:.2f} ms at batch 1 "
-                f"({record['stock_ms'] / record['patched_ms']:.2f}x), answers equal but for rounding; to use it: {FLAGS}"
+                f"measured on {record['device']} with {model['name']} (vLLM {record['vllm']}, {record['runner']} runner): TPOT "
+                f"{record['stock_ms']:.2f} -> {record['patched_ms']:.2f} ms at batch 1 ({gain:.2f}x); to use it: {FLAGS}"
             )
-    return None
+    return _products_gain(facts)
+
+
+def _products_gain(facts: Facts) -> str | None:
+    """The same from the table alone, where the model was not served: its products of one row, one after the other."""
+    entries, _, _ = table.choose(_device(facts), table.folders())
+    model = facts.model
+    dtype = (model.dtype or "").replace("torch.", "")
+    try:
+        config = {
+            "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "vocab_size": model.vocab_size,
+            "num_attention_heads": model.num_attention_heads, "num_key_value_heads": model.num_kv_heads,
+            "head_dim": model.head_dim, "intermediate_size": model.intermediate_size,
+        }  # fmt: skip
+        if model.hybrid or model.moe or model.quantization:
+            return None  # the facts do not hold all of its products
+        found = products(config, facts.serving.tensor_parallel or 1)
+    except (TypeError, ValueError):
+        return None
+    chosen = [(product.count, entries.get((dtype, 1, product.n, product.k))) for product in found]
+    known = [(count, entry) for count, entry in chosen if entry]
+    if not known:
+        return None
+    ours, theirs = (sum(count * getattr(entry, name) for count, entry in known) / 1000 for name in ("us", "original_us"))
+    return (
+        f"not measured in service with this model; the table has {len(known)} of its {len(chosen)} one-row products, "
+        f"which take {theirs:.2f} -> {ours:.2f} ms a decode step alone on {facts.hardware.name}; to use it: {FLAGS}"
+    )
 
 
 def served(path: Path = SERVED) -> list[dict[str, Any]]:

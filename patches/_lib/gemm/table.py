@@ -41,8 +41,7 @@ class Tile:
 
     bn: rows of w a program. bk: elements of K a step (a slice). slices: slices of K over warps (``lanes``). split: parts
     of K over programs. stages: depth of the software pipeline (1: plain loads). pdl: programmatic dependent launch.
-    narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``. early: with ``pdl`` in ``rows``, the first
-    weights are loaded before the kernel before this one has ended, and the next kernel may start to do the same.
+    narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``.
     """
 
     kernel: str
@@ -54,7 +53,6 @@ class Tile:
     slices: int = 1
     pdl: bool = False
     narrow: bool = False
-    early: bool = False
 
     @property
     def span(self) -> int:
@@ -75,8 +73,6 @@ class Tile:
             return "split must be 1 to 32, stages 1 to 8, warps 1 to 32"
         if self.slices > 1 and self.kernel != "lanes":
             return f"slices belong to kernel 'lanes', not to {self.kernel!r}"
-        if self.early and not (self.kernel == "rows" and self.pdl and self.stages == 1):
-            return "early needs kernel 'rows' with pdl and one stage"
         return None
 
 
@@ -199,7 +195,7 @@ def _entry(line: Any, where: str) -> Entry:
     if unknown := sorted(set(line) - known):
         raise TableError(f"{where}: unknown key {unknown[0]!r}")
     for name, value in line.items():
-        kinds = {"dtype": str, "kernel": str, "pdl": bool, "narrow": bool, "early": bool}
+        kinds = {"dtype": str, "kernel": str, "pdl": bool, "narrow": bool}
         kind = kinds.get(name, (int, float) if name in (*_NUMBERS, "error") else int)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise TableError(f"{where}: {name} is {value!r}, of the wrong type")
