@@ -112,7 +112,7 @@ def disagreement(values: Sequence[float]) -> float | None:
     return math.expm1(max(found))
 
 
-def permutation(boots: Sequence[Boot], base: str, arm: str, limit: int = 20000, seed: int = 0) -> float:
+def permutation(boots: Sequence[Boot], base: str, arm: str, limit: int = 4000, seed: int = 0) -> float:
     """Two-sided p value of the difference of mean logs under exchange of the arms' names within each block.
 
     It assumes nothing about the distribution and backs the t interval up; with few boots it cannot get small (one

@@ -44,11 +44,11 @@ def build():
 
 def test_a_b_a_gives_the_speedup_the_drift_and_the_bound_for_a_step():
     found = micro.compare(Case("demo", build, per_step=4), applied, 0.05, step_ms=8.0)
-    assert found.speedup == pytest.approx(2, rel=0.25) and abs(found.drift) < 0.25
-    assert found.a1 == pytest.approx(200, rel=0.25) and found.b == pytest.approx(100, rel=0.25)
+    assert found.speedup == pytest.approx(2, rel=0.35) and abs(found.drift) < 0.35
+    assert found.a1 == pytest.approx(200, rel=0.35) and found.b == pytest.approx(100, rel=0.35)
     share = (found.a1 + found.a2) / 2 * 4 / 8000
     assert found.bound == pytest.approx(micro.amdahl(share, found.speedup))
-    assert 1.03 < found.bound < 1.08
+    assert 1.02 < found.bound < 1.1
     assert not STATE["patched"]
 
 

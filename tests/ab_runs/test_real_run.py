@@ -30,7 +30,7 @@ def run(tmp_path_factory):
         "order": "ABA",
         "boots": 1,
         "workload": {"input_len": 24, "output_len": 12, "concurrency": 2, "requests": 4, "warmup": 2},
-        "exactness": {"count": 3, "max_tokens": 12, "quality": "never"},
+        "exactness": {"count": 3, "max_tokens": 12, "quality": "always"},
         "acceptance": {"min_boots": 1, "drift": 0.9, "margin": 0.5},
     }
     spec = folder / "spec.yaml"
@@ -51,6 +51,15 @@ def test_the_comparison_is_valid_and_the_answers_are_the_same(run):
     answers = arm["answers"]
     assert answers["verdict"] == "identical" and answers["acceptable"] and answers["counts"]["identical"] == 3
     assert answers["base_repeats_logprobs"] is True  # so that the log-probabilities were held to equality, too
+
+
+def test_the_quality_figure_scores_real_text_and_a_bitwise_patch_leaves_it_as_it_is(run):
+    quality = read_json(run / "run" / "verdict.json")["arms"]["spine"]["answers"]["quality"]
+    assert quality["change"] == quality["low"] == quality["high"] == 0 and quality["kept"] and quality["texts"] >= 20
+    scored = read_json(run / "run" / "samples" / "000-stock" / "quality.json")
+    mean = sum(item["mean_logprob"] for item in scored) / len(scored)
+    assert -5 < mean < -1  # a small model on plain prose; noise would be near -ln(vocabulary) = -10.8
+    assert len({item["mean_logprob"] for item in scored}) == len(scored)
 
 
 def test_the_patch_ran_in_the_measured_window_and_only_in_its_arm(run):

@@ -141,17 +141,18 @@ def test_a_file_that_is_no_record_is_a_problem_and_stops_nothing(tmp_path):
     assert records.against(facts(), tmp_path / "nothing-here") == {}
 
 
-def test_reading_records_needs_neither_torch_nor_the_comparison(tmp_path):
+def test_reading_records_needs_neither_torch_nor_the_comparison():
     import subprocess
     import sys
+
+    from tests.support import ROOT
 
     code = (
         "import sys; import overlay.records; "
         "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'ab_runs', 'numpy'}))"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
 
 
 def test_the_kept_records_of_this_checkout_are_readable():

@@ -181,7 +181,8 @@ def test_the_look_fails_when_a_plot_is_missing_or_blank(run, tmp_path, plot):
     assert look(broken, tmp_path) == {plot: "is not on the page"}
     blank = re.sub(r"(<svg[^>]*>).*</svg>", r"\1</svg>", whole, flags=re.S)
     broken.write_text(page.replace(whole, blank))
-    assert set(look(broken, tmp_path)) == {plot} and "is empty" in look(broken, tmp_path)[plot]
+    found = look(broken, tmp_path)
+    assert set(found) == {plot} and "is empty" in found[plot]
 
 
 def test_plots_show_the_boots_of_the_run(run):
