@@ -153,8 +153,9 @@ def _arm(
     else:
         outcome = primary["verdict"]
     return {
-        "added": sorted(planning.added(base, plan)),
+        "added": sorted(plan.applied.keys() - base.applied.keys()),
         "removed": planning.removed(base, plan),
+        "changed": sorted(planning.added(base, plan).keys() & base.applied.keys()),  # options or source
         "exactness": kind,
         "answers": answers,
         "effects": effects,

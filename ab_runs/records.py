@@ -52,6 +52,7 @@ def make(verdict: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
         arms[name] = {
             "added": arm["added"],
             "removed": arm["removed"],
+            "changed": arm["changed"],
             "exactness": arm["exactness"],
             "outcome": arm["outcome"],
             "summary": arm["summary"],

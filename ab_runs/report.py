@@ -92,6 +92,8 @@ def machine_rows(folder: Path, verdict: Mapping[str, Any]) -> list[tuple[str, st
     for name, arm in verdict["arms"].items():
         if arm["added"]:
             rows.append((f"{name} adds", f"{', '.join(arm['added'])} ({arm['exactness']})"))
+        if arm["changed"]:
+            rows.append((f"{name} changes", f"{', '.join(arm['changed'])} (options or source)"))
         if arm["removed"]:
             rows.append((f"{name} lacks", ", ".join(arm["removed"])))
     return rows

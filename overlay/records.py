@@ -85,9 +85,12 @@ def matching(facts: Any, folder: Path | None = None) -> list[dict[str, Any]]:
 
 
 def single(arm: Mapping[str, Any]) -> tuple[str, bool] | None:
-    """The one patch in which an arm differs from its base, and whether the arm has it (or lacks it). None for sets."""
+    """The one patch in which an arm differs from its base, and whether the arm has it (or lacks it).
+
+    None for sets, and where a patch of both arms has other options or another source.
+    """
     added, removed = list(arm.get("added") or ()), list(arm.get("removed") or ())
-    if len(added) + len(removed) != 1:
+    if len(added) + len(removed) != 1 or arm.get("changed"):
         return None
     return (added or removed)[0], bool(added)
 
@@ -105,8 +108,9 @@ def line(record: Mapping[str, Any]) -> str:
     """One record as one line for a person."""
     parts = []
     for name, arm in record["arms"].items():
-        change = ", ".join([*(f"+{p}" for p in arm.get("added") or ()), *(f"-{p}" for p in arm.get("removed") or ())])
-        parts.append(f"{name} ({change or 'other options'}): {arm.get('outcome')}{_span(arm)}")
+        signs = {"added": "+", "removed": "-", "changed": "~"}
+        change = ", ".join(f"{sign}{patch}" for key, sign in signs.items() for patch in arm.get(key) or ())
+        parts.append(f"{name} ({change}): {arm.get('outcome')}{_span(arm)}")
     return f"{record['id']}: {'; '.join(parts)}" + (" [ignored]" if record.get("ignored") else "")
 
 

@@ -8,6 +8,7 @@ import yaml
 
 from ab_runs import records as writing
 from ab_runs.judge import judge
+from ab_runs.store import read_json
 from overlay import records
 from overlay.facts import Build, Facts, Hardware, Model
 from tests.ab_runs.made import FACTS, Made
@@ -98,6 +99,29 @@ def test_what_a_set_did_blames_no_single_patch(tmp_path):
     kept(tmp_path, arms={"stock": "off", "patched": {"only": ["fast", "wide"]}})
     assert records.against(facts(), tmp_path / "results") == {}
     assert "+fast, +wide" in records.lines(facts(), tmp_path / "results")[0]
+
+
+def test_other_options_of_one_patch_blame_no_patch(tmp_path):
+    """Both arms have the patch: the record says which options are slower, not that the patch is."""
+    made = Made(
+        tmp_path / "run", {"patched": 0.05}, arms={"stock": {"only": ["fast"]}, "patched": {"only": ["fast", "wide"]}}
+    )
+    for arm in ("stock", "patched"):
+        patches = [{**p, "verdict": "apply" if p["id"] == "fast" else "off"} for p in patches_of(made, arm)]
+        patches[0]["options"] = {"n": arm}
+        made.change_plan(arm, patches=patches, digest="d-fast")
+    for index in (1, 2, 5, 6):
+        made.change(index, receipts=[made.receipt(["fast"])])
+    record = writing.make(judge(made.store.folder), made.store.run()["spec"])
+    assert record["valid"] and record["arms"]["patched"]["outcome"] == "slower"
+    assert record["arms"]["patched"]["changed"] == ["fast"] and record["arms"]["patched"]["added"] == []
+    writing.keep(record, tmp_path / "results")
+    assert records.against(facts(), tmp_path / "results") == {}
+    assert "~fast" in records.lines(facts(), tmp_path / "results")[0]
+
+
+def patches_of(made, arm):
+    return read_json(made.store.path("plans", f"{arm}.json"))["patches"]
 
 
 def test_an_arm_that_lacks_a_patch_speaks_of_it_the_other_way_round(tmp_path):
