@@ -31,7 +31,8 @@ def render(processes: list[dict[str, Any]], plan: dict[str, Any] | None) -> str:
     for process in processes:
         rank = "" if process.get("rank") is None else f" rank {process['rank']}"
         runner = f"  {process['runner_class']}" if process.get("runner_class") else ""
-        lines.append(f"process {process['pid']} on {process['host']}: {process['role']}{rank}, plan {process['digest']}{runner}")
+        who = f"process {process['pid']} on {process['host']}: {process['role']}{rank}"
+        lines.append(f"{who}, plan {process['digest']}{runner}")
         counters = process.get("counters", {})
         for patch, state in sorted(process["patches"].items()):
             counts = ", ".join(f"{event} {count}" for event, count in sorted(counters.get(patch, {}).items()))

@@ -5,10 +5,9 @@ cares about: most interpreters (resource trackers, compile workers) never import
 the ``sitecustomize`` that this one shadows runs afterwards. No import here that the interpreter has not done already.
 """
 
+import _frozen_importlib
 import os
 import sys
-
-import _frozen_importlib
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 _PathFinder = next((finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None)

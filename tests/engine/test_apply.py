@@ -118,7 +118,8 @@ def test_a_missing_target_and_an_inherited_one_say_what_they_are(target):
     with pytest.raises(ApplyError, match="missing in this build"):
         Application(patch(to("function")), functions(), targets=(Target("patched_target:gone", "wrapper"),)).validate()
     with pytest.raises(ApplyError, match="inherited here; it is defined by Base.inherited"):
-        Application(patch(to("function")), functions(), targets=(Target("patched_target:Thing.inherited", "wrapper"),)).validate()
+        inherited = (Target("patched_target:Thing.inherited", "wrapper"),)
+        Application(patch(to("function")), functions(), targets=inherited).validate()
 
 
 def test_a_name_bound_early_elsewhere_is_an_error_that_names_the_holder(target, tmp_path: Path):

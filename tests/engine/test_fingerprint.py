@@ -118,7 +118,8 @@ def test_the_short_cut_agrees_with_a_full_parse_on_real_sources():
         for node in ast.parse(text).body:
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 continue
-            inner = [child for child in node.body if isinstance(child, ast.FunctionDef)] if isinstance(node, ast.ClassDef) else []
+            children = node.body if isinstance(node, ast.ClassDef) else []
+            inner = [child for child in children if isinstance(child, ast.FunctionDef)]
             for name, definition in [(node.name, node), *((f"{node.name}.{child.name}", child) for child in inner)]:
                 found = fingerprint._find_fast(text, name)
                 assert found is None or fingerprint.digest_of(found) == fingerprint.digest_of(definition), (path, name)

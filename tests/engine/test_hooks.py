@@ -19,7 +19,8 @@ BOOTSTRAP = ROOT / "overlay" / "bootstrap"
 PATCH = '''
 from overlay.runtime import Counters
 from overlay.spec import Exactness, Kind, Patch, Target
-PATCH = Patch(id="{id}", kind=Kind.{kind}, summary="s", why="w", remove_when="r", exactness=Exactness.BITWISE, targets=({targets}))
+PATCH = Patch(id="{id}", kind=Kind.{kind}, summary="s", why="w", remove_when="r", exactness=Exactness.BITWISE,
+    targets=({targets}))
 count = Counters("{id}")
 def wrapper(wrapped, instance, args, kwargs):
     count.hit()
@@ -56,14 +57,15 @@ class Bench:
         order |= {"options": {}, "accept_drift": False, "process": "worker", "runner": "", "live": [], "after": []}
         self.orders.append(order | {"after_call": "", "required": True} | more)
 
-    def python(self, code: str, *flags: str, env: dict | None = None, plan: bool = True, path: tuple = ()) -> subprocess.CompletedProcess:
+    def python(
+        self, code: str, *flags: str, env: dict | None = None, plan: bool = True, path: tuple = ()
+    ) -> subprocess.CompletedProcess:
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *map(str, path), str(self.site)])}
         environ["OVERLAY_RUN_DIR"] = str(self.run)
         if plan:
             environ["OVERLAY_PLAN"] = pack({"digest": "d1", "patches": self.orders, "runner": "V1"})
-        return subprocess.run(
-            [sys.executable, *flags, "-c", code], env={**environ, **(env or {})}, capture_output=True, text=True, cwd=self.folder
-        )
+        command = [sys.executable, *flags, "-c", code]
+        return subprocess.run(command, env={**environ, **(env or {})}, capture_output=True, text=True, cwd=self.folder)
 
     def receipt(self) -> dict:
         (file,) = self.run.glob("receipt-*.json")
@@ -82,7 +84,9 @@ def test_a_patch_is_in_force_before_anyone_binds_the_name(bench: Bench):
     assert bench.receipt()["patches"]["p"]["state"] == "applied"
 
 
-@pytest.mark.parametrize("code", ["import one, two", "import two, one", "from one import f; import two", "import two; from one import f"])
+@pytest.mark.parametrize(
+    "code", ["import one, two", "import two, one", "from one import f; import two", "import two; from one import f"]
+)
 def test_targets_in_two_modules_apply_together_in_any_order_of_import(bench: Bench, code: str):
     bench.add("p", bench.target("one:f"), bench.target("two:T.g"))
     if code.startswith("from one"):
@@ -199,7 +203,8 @@ def test_a_broken_plan_ends_the_process(bench: Bench):
 
 
 def test_the_second_way_in_notices_that_the_first_did_not_run(bench: Bench):
-    code = f"import sys; sys.path.insert(0, {str(BOOTSTRAP)!r}); import vllm_overlay_plugin; vllm_overlay_plugin.register(); print('served')"
+    code = f"import sys; sys.path.insert(0, {str(BOOTSTRAP)!r}); import vllm_overlay_plugin; "
+    code += "vllm_overlay_plugin.register(); print('served')"
     done = bench.python(code, "-E", env={"OVERLAY_PLAN": pack({"digest": "d1", "patches": []})})
     assert done.returncode == 78 and "started without the bootstrap" in done.stderr
     bench.add("p", bench.target("one:f"))

@@ -41,8 +41,8 @@ V1_CUDA = """
 build: {distribution: vllm, version: 0.26.0, public: 0.26.0}
 hardware: {platform: cuda, arch: sm90, name: NVIDIA H200, count: 1}
 model: {architectures: [Qwen3ForCausalLM], model_type: qwen3, moe: false}
-serving: {runner: V1, tensor_parallel: 1, pipeline_parallel: 1, num_speculative_tokens: 4, speculative_method: ngram, max_num_seqs: 8,
-          max_num_batched_tokens: 2048, enforce_eager: false, lora: false, async_scheduling: true}
+serving: {runner: V1, tensor_parallel: 1, pipeline_parallel: 1, num_speculative_tokens: 4, speculative_method: ngram,
+          max_num_seqs: 8, max_num_batched_tokens: 2048, enforce_eager: false, lora: false, async_scheduling: true}
 """
 
 

@@ -125,8 +125,9 @@ def test_answers_equal_the_stock_servers_and_every_process_proves_the_plan(patch
 def test_hit_counters_rise_with_requests_and_show_in_metrics_and_endpoint(patched: Server):
     def hits() -> float:
         text = patched.get("/metrics").text
-        lines = [li for li in text.splitlines() if li.startswith("vllm_overlay_events_total") and 'patch="block-table-dirty"' in li]
-        return sum(float(line.rpartition(" ")[2]) for line in lines if 'event="hit"' in line)
+        lines = [line for line in text.splitlines() if line.startswith("vllm_overlay_events_total")]
+        ours = [line for line in lines if 'patch="block-table-dirty"' in line and 'event="hit"' in line]
+        return sum(float(line.rpartition(" ")[2]) for line in ours)
 
     before = hits()
     patched.complete("One more question: why", 16, min_tokens=16)
@@ -175,14 +176,19 @@ def test_a_process_without_the_bootstrap_stops_the_server(tmp_path: Path, level:
         assert message in server.log
 
 
-THROWS = USER_CODE.replace("count-schedules", "throws").replace("process=ENGINE", "").replace('"schedule"', '"schedule", "replace"')
+AT = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model"
+THROWS = '''
+from overlay.spec import REPLACE, Exactness, Kind, Patch, Target
+PATCH = Patch(id="throws", kind=Kind.CODE, summary="s", why="w", remove_when="never", exactness=Exactness.BITWISE,
+    targets=(Target("{at}", "broken", REPLACE, fingerprints={{"here": "{digest}"}}),))
+def broken(original):
+    raise RuntimeError("it throws")
+'''
 
 
 def test_a_named_patch_that_throws_in_the_process_stops_the_server(tmp_path: Path):
-    digest = fingerprint.from_source(vllm_root(), "vllm.v1.worker.gpu_model_runner", "GPUModelRunner.execute_model")
-    text = THROWS.format(digest=digest).replace("vllm.v1.core.sched.scheduler:Scheduler.schedule", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model")
-    text = text[: text.index("def schedule")] + "def schedule(original):\n    raise RuntimeError('it throws')\n"
-    (tmp_path / "throws.py").write_text(text)
+    digest = fingerprint.from_source(vllm_root(), *AT.split(":"))
+    (tmp_path / "throws.py").write_text(THROWS.format(at=AT, digest=digest))
     with Server(["--overlay-patch-dir", str(tmp_path), "--overlay-patches", "+throws"]) as server:
         assert server.process.wait(timeout=400) == 78, server.log[-3000:]
         assert "throws: not in force in process" in server.log and "it throws" in server.log
@@ -202,7 +208,8 @@ def test_an_offline_program_runs_under_the_same_patches(tmp_path: Path, stock: l
     script = tmp_path / "offline.py"
     script.write_text(OFFLINE)
     command = [sys.executable, str(ROOT / "launch.py"), "--overlay-patches", "+block-table-dirty"]
-    command += ["--overlay-run-dir", str(tmp_path / "run"), "--overlay-exec", "--", sys.executable, str(script), str(CHECKPOINT)]
+    command += ["--overlay-run-dir", str(tmp_path / "run"), "--overlay-exec", "--"]
+    command += [sys.executable, str(script), str(CHECKPOINT)]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     ids = next(line for line in done.stdout.splitlines() if line.startswith("IDS"))
