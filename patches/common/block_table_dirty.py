@@ -104,6 +104,7 @@ PATCH = Patch(
     ),
     live=("model_runner", "model_runner.input_batch.block_table.block_tables.0"),
     tests="tests/v1/test_block_table_dirty.py",
+    measured="ab_runs/results/host/h200_qwen3_0.6b.yaml",
 )
 
 count = Counters(PATCH.id)

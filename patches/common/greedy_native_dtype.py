@@ -84,6 +84,7 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.18.1,<0.34", runner="V1", platforms=("cuda", "rocm", "dcu")),
     live=("model_runner.sampler",),
     tests="tests/v1/test_greedy_native_dtype.py",
+    measured="ab_runs/results/host/h200_qwen3_0.6b.yaml",
 )
 
 count = Counters(PATCH.id)

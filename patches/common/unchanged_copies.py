@@ -63,6 +63,7 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.18.1,<0.34", runner="V1", platforms=("cuda", "rocm", "dcu", "cpu"), also="own_runner"),
     live=("model_runner", "model_runner.query_start_loc"),
     tests="tests/v1/test_unchanged_copies.py",
+    measured="ab_runs/results/host/h200_qwen3_0.6b.yaml",
 )
 
 count = Counters(PATCH.id)
