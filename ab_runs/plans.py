@@ -20,7 +20,7 @@ CARRY = LAUNCH.parent / "overlay" / "bootstrap" / "carry.py"
 CLASSES = ("bitwise", "batch", "rounding")
 
 # Set by the launcher for every arm that has patches; they carry the patches and are no difference of their own.
-_OURS = ("OVERLAY_", "PYTHONPATH")
+_OURS = ("OVERLAY_", "PYTHONPATH", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY")
 
 
 class PlanError(SpecError):
@@ -149,7 +149,7 @@ def _ask(spec: Spec, who: str, flags: list[str], timeout: float) -> dict[str, An
 
 
 def check(plans: Mapping[str, Plan], spec: Spec) -> None:
-    """Refuse arms whose plans leave nothing to compare. Raises PlanError."""
+    """Refuse arms that leave nothing to compare, or that differ in more than their patches. Raises PlanError."""
     seen: dict[Any, str] = {}
     for name, plan in plans.items():
         missing = sorted(spec.arms[name].wanted - plan.applied.keys())
@@ -165,6 +165,11 @@ def check(plans: Mapping[str, Plan], spec: Spec) -> None:
                 "at the reasons with: python launch.py MODEL … --overlay-dry-run"
             )
         seen[key] = name
+        beside = [str(difference) for difference in differences(plans[spec.base], plan)]
+        if beside:
+            raise PlanError(
+                f"arms {spec.base!r} and {name!r} differ in more than their patches:\n  " + "\n  ".join(beside[:10])
+            )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-KNOWN = {"fast": "bitwise", "rounder": "rounding", "knob": "bitwise", "broken": "bitwise"}
+KNOWN = {"fast": "bitwise", "rounder": "rounding", "knob": "bitwise", "broken": "bitwise", "sneaky": "bitwise"}
 
 
 def plan(argv):
@@ -55,6 +55,8 @@ def plan(argv):
     }
     if "knob" in applied:
         made["argv"].append("--knob=1")
+    if "sneaky" in applied:
+        made["argv"].append("--max-num-seqs=2")
     return made, any(p["verdict"] == "refused" for p in patches)
 
 

@@ -205,6 +205,13 @@ def test_arms_whose_plans_come_out_equal_are_said_before_anything_boots(tmp_path
         runner.run(make(arms={"stock": "off", "same": {"patches": ["-fast"]}}), tmp_path / "run", print)
 
 
+def test_arms_that_differ_in_more_than_their_patches_are_said_before_anything_boots(tmp_path):
+    with pytest.raises(PlanError) as error:
+        runner.run(make(arms={"stock": "off", "other": {"only": ["sneaky"]}}), tmp_path / "run", print)
+    assert "differ in more than their patches" in str(error.value) and "argv.max_num_seqs" in str(error.value)
+    assert not (tmp_path / "run/samples").exists()
+
+
 def test_a_patch_that_changed_since_the_run_began_is_not_mixed_in(tmp_path):
     store, _, _ = run(make(), tmp_path / "run")
     file = store.path("plans", "patched.json")
