@@ -21,20 +21,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import own_runner, seen  # noqa: F401 - own_runner is named in the condition
 
 PATCH = Patch(
     id="block-table-dirty",
@@ -50,48 +37,48 @@ PATCH = Patch(
         Target(
             "vllm.v1.worker.block_table:BlockTable.append_row",
             "append_row",
-            fingerprints=_seen("47d661189c76582c = = = 56fd9aa3f44ae56c ="),
+            fingerprints=seen("47d661189c76582c = = = 56fd9aa3f44ae56c ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.add_row",
             "forget",
-            fingerprints=_seen("fea7fe8abd959b27 = = = = ="),
+            fingerprints=seen("fea7fe8abd959b27 = = = = ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.clear_row",
             "forget",
-            fingerprints=_seen("- 4ee1f4277d5ef8b6 = = = ="),
+            fingerprints=seen("- 4ee1f4277d5ef8b6 = = = ="),
             versions=">=0.23.0",
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.move_row",
             "forget",
-            fingerprints=_seen("e1f95c12e39f2772 = = 231e002d9a7c798c = ="),
+            fingerprints=seen("e1f95c12e39f2772 = = 231e002d9a7c798c = ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.swap_row",
             "forget",
-            fingerprints=_seen("fd7fbd1efcd388f0 = = = = ="),
+            fingerprints=seen("fd7fbd1efcd388f0 = = = = ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.clear",
             "forget",
-            fingerprints=_seen("af8e40ebd8a65005 = = = = ="),
+            fingerprints=seen("af8e40ebd8a65005 = = = = ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.commit_block_table",
             "commit",
-            fingerprints=_seen("2cef093ad4d7daea = = = = ="),
+            fingerprints=seen("2cef093ad4d7daea = = = = ="),
         ),
         Target(
             at="vllm.v1.worker.gpu_model_runner:GPUModelRunner._dummy_run",
             use="dummy_run",
-            fingerprints=_seen("101137f3bf82dc18 22ca57cad1b2cb95 41bb07ba63f01894 eac293d7ea550839 4e60aad0b3f20d3f ="),
+            fingerprints=seen("101137f3bf82dc18 22ca57cad1b2cb95 41bb07ba63f01894 eac293d7ea550839 4e60aad0b3f20d3f ="),
         ),
         Target(
             at="vllm.v1.worker.gpu_worker:Worker.wake_up",
             use="wake_up",
-            fingerprints=_seen(
+            fingerprints=seen(
                 "1de47f213841b31d e2fa418ac735f997 2e5760d331c1796f 1911aa9ed3a80c5c 9b39c9098141d105 3b7649d91205bec8"
             ),
         ),
@@ -108,14 +95,6 @@ PATCH = Patch(
 )
 
 count = Counters(PATCH.id)
-
-
-def own_runner(facts: Any) -> str | None:
-    """A platform plugin with a V1 runner of its own has dummy runs that this patch does not see."""
-    for name in facts.build.plugins:
-        if name.lower().replace("-", "_") in {"vllm_hcu", "vllm_ascend"}:
-            return f"{name} brings its own V1 runner, whose dummy runs write device rows unseen"
-    return None
 
 
 def _version(buffer: Any) -> int | None:

@@ -21,20 +21,7 @@ from typing import Any
 
 from overlay.runtime import Counters, options
 from overlay.spec import Condition, Exactness, Kind, Option, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import own_runner, seen  # noqa: F401 - own_runner is named in the condition
 
 PATCH = Patch(
     id="decode-input-prep",
@@ -50,34 +37,34 @@ PATCH = Patch(
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
             "prepare",
-            fingerprints=_seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41 90daf506896048b9 01c2078e58d1a486 ="),
+            fingerprints=seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41 90daf506896048b9 01c2078e58d1a486 ="),
         ),
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner.capture_model",
             "warm",
-            fingerprints=_seen("24ff104e5380705d d0bd6792caa87cfc d10ee84234e15048 = = ="),
+            fingerprints=seen("24ff104e5380705d d0bd6792caa87cfc d10ee84234e15048 = = ="),
         ),
     ),
     assumes=(
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids",
-            fingerprints=_seen("2e4a560932c984cb 7eec1205b160d962 e1a43e355d8c10c6 29167bf4141174c5 283d9e18bcd40217 ="),
+            fingerprints=seen("2e4a560932c984cb 7eec1205b160d962 e1a43e355d8c10c6 29167bf4141174c5 283d9e18bcd40217 ="),
         ),
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._calc_mrope_positions",
-            fingerprints=_seen("e2b3c13ca29a8616 = = = = ="),
+            fingerprints=seen("e2b3c13ca29a8616 = = = = ="),
         ),
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._bookkeeping_sync",
-            fingerprints=_seen("2cc9e5d7532566b0 ecb9086bafe6899e = 3e4776e0bd69b9cb 301d6d93164758e9 ="),
+            fingerprints=seen("2cc9e5d7532566b0 ecb9086bafe6899e = 3e4776e0bd69b9cb 301d6d93164758e9 ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.compute_slot_mapping",
-            fingerprints=_seen("ab901d438bbddda8 550fb9b7b98241d0 82d002c79b97b040 = fa978146b6e993c6 ="),
+            fingerprints=seen("ab901d438bbddda8 550fb9b7b98241d0 82d002c79b97b040 = fa978146b6e993c6 ="),
         ),
         Target(
             "vllm.v1.worker.block_table:BlockTable.__init__",
-            fingerprints=_seen("b90a7879225540d1 = 3dbd8a9bbe3d416e = 16af8003084bc803 ="),
+            fingerprints=seen("b90a7879225540d1 = 3dbd8a9bbe3d416e = 16af8003084bc803 ="),
         ),
     ),
     condition=Condition(
@@ -109,14 +96,6 @@ PATCH = Patch(
 count = Counters(PATCH.id)
 
 _STATE = "_overlay_decode"  # on the runner: a Fast, or the reason why there is none
-
-
-def own_runner(facts: Any) -> str | None:
-    """A platform plugin with a V1 runner of its own: another ``_prepare_inputs``."""
-    for name in facts.build.plugins:
-        if name.lower().replace("-", "_") in {"vllm_hcu", "vllm_ascend"}:
-            return f"{name} brings its own V1 runner"
-    return None
 
 
 def service_reason(runner: Any) -> str | None:

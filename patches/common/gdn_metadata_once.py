@@ -17,20 +17,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import own_runner, seen  # noqa: F401 - own_runner is named in the condition
 
 PATCH = Patch(
     id="gdn-metadata-once",
@@ -43,34 +30,34 @@ PATCH = Patch(
         Target(
             "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build",
             "build",
-            fingerprints=_seen("a71b627d2a1bd2cf 1a236cf200eea9e2 cbcdbe16eda368a9 945a7ceb5c97f59a"),
+            fingerprints=seen("a71b627d2a1bd2cf 1a236cf200eea9e2 cbcdbe16eda368a9 945a7ceb5c97f59a"),
         ),
         Target(
             "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build_for_cudagraph_capture",
             "capture",
-            fingerprints=_seen("7986aa75cd6ac0a8 = = ="),
+            fingerprints=seen("7986aa75cd6ac0a8 = = ="),
         ),
     ),
     assumes=(
         Target(
             "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.__init__",
-            fingerprints=_seen("e969c1375b3f8349 1dd6d216616cd7e8 = 35ea5cd6acfa2e5a"),
+            fingerprints=seen("e969c1375b3f8349 1dd6d216616cd7e8 = 35ea5cd6acfa2e5a"),
         ),
         Target(
             "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadata",
-            fingerprints=_seen("e9e8ae823e02206e f8cc5d6f7a2deda9 = ="),
+            fingerprints=seen("e9e8ae823e02206e f8cc5d6f7a2deda9 = ="),
         ),
         Target(
             "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor",
-            fingerprints=_seen("4a79ca32bb457204 = dde29bb957394a0d ="),
+            fingerprints=seen("4a79ca32bb457204 = dde29bb957394a0d ="),
         ),
         Target(
             "vllm.v1.attention.backends.utils:split_decodes_and_prefills",
-            fingerprints=_seen("050d21ebedcadc8f 1dc566575a03b2b1 d4b45e415fcd1984 ="),
+            fingerprints=seen("050d21ebedcadc8f 1dc566575a03b2b1 d4b45e415fcd1984 ="),
         ),
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-            fingerprints=_seen("4c5f02fbdb77311f 0ff40dfa632a95e9 9b9c8122ebf41030 47eb60d6576e1385"),
+            fingerprints=seen("4c5f02fbdb77311f 0ff40dfa632a95e9 9b9c8122ebf41030 47eb60d6576e1385"),
         ),
     ),
     condition=Condition(
@@ -101,14 +88,6 @@ _OF_A_GROUP = {
     "_num_computed_tokens_cpu",
     "_num_computed_tokens_cache",
 }
-
-
-def own_runner(facts: Any) -> str | None:
-    """A platform plugin with a V1 runner of its own may build its metadata in another order."""
-    for name in facts.build.plugins:
-        if name.lower().replace("-", "_") in {"vllm_hcu", "vllm_ascend"}:
-            return f"{name} brings its own V1 runner"
-    return None
 
 
 class _Leader:

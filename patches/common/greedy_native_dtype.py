@@ -18,20 +18,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import seen
 
 PATCH = Patch(
     id="greedy-native-dtype",
@@ -47,37 +34,37 @@ PATCH = Patch(
         Target(
             "vllm.v1.sample.sampler:Sampler.forward",
             "sample",
-            fingerprints=_seen("c32974140a3addaf ad6db39c3f9ea15a = = = 0b168c0261f82f56"),
+            fingerprints=seen("c32974140a3addaf ad6db39c3f9ea15a = = = 0b168c0261f82f56"),
         ),
         Target(
             "vllm.v1.sample.rejection_sampler:RejectionSampler.forward",
             "reject",
-            fingerprints=_seen("2ca3b6d9c7c1c049 1582663920ac675d = = = 1e64f76acbdd792d"),
+            fingerprints=seen("2ca3b6d9c7c1c049 1582663920ac675d = = = 1e64f76acbdd792d"),
         ),
     ),
     assumes=(
         Target(
             "vllm.v1.sample.sampler:Sampler.apply_logits_processors",
-            fingerprints=_seen("c9d6cbd370f2d55d 6a82b7ee35720931 8128fdeba7265046 = = ="),
+            fingerprints=seen("c9d6cbd370f2d55d 6a82b7ee35720931 8128fdeba7265046 = = ="),
         ),
-        Target("vllm.v1.sample.sampler:Sampler.sample", fingerprints=_seen("51a5e2a059e495d0 d1ad0ddd23d280d4 = = = =")),
-        Target("vllm.v1.sample.sampler:Sampler.greedy_sample", fingerprints=_seen("454ec76d0a1ce184 = = = 2b9907452e084089 =")),
+        Target("vllm.v1.sample.sampler:Sampler.sample", fingerprints=seen("51a5e2a059e495d0 d1ad0ddd23d280d4 = = = =")),
+        Target("vllm.v1.sample.sampler:Sampler.greedy_sample", fingerprints=seen("454ec76d0a1ce184 = = = 2b9907452e084089 =")),
         Target(
             "vllm.v1.sample.rejection_sampler:RejectionSampler.apply_logits_processors",
-            fingerprints=_seen("4709994cbe23527d a6c4042edfbb2f90 9426544899a8ac57 = e127c0c51f3d8c72 ="),
+            fingerprints=seen("4709994cbe23527d a6c4042edfbb2f90 9426544899a8ac57 = e127c0c51f3d8c72 ="),
         ),
         Target(
             "vllm.v1.sample.rejection_sampler:rejection_sample",
-            fingerprints=_seen("51b6de25ffec24bb 0d0b9c63b3684d31 = = 9528c1eebb0b875f 09857f490feff94e"),
+            fingerprints=seen("51b6de25ffec24bb 0d0b9c63b3684d31 = = 9528c1eebb0b875f 09857f490feff94e"),
         ),
-        Target("vllm.v1.sample.rejection_sampler:apply_sampling_constraints", fingerprints=_seen("adea838e9968bd25 = = = = =")),
+        Target("vllm.v1.sample.rejection_sampler:apply_sampling_constraints", fingerprints=seen("adea838e9968bd25 = = = = =")),
         Target(
             "vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.apply",
-            fingerprints=_seen("3f20f847f2ed9a19 = = = e1c6159cb8a55e87 ="),
+            fingerprints=seen("3f20f847f2ed9a19 = = = e1c6159cb8a55e87 ="),
         ),
         Target(
             "vllm.v1.sample.logits_processor.builtin:LogitBiasLogitsProcessor.apply",
-            fingerprints=_seen("9aba3adc3b789cea = = = = ="),
+            fingerprints=seen("9aba3adc3b789cea = = = = ="),
         ),
     ),
     # Not on the CPU platform: from 0.32 on its greedy kernel takes float32 only.

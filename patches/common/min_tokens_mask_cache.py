@@ -12,20 +12,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Check, Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import seen
 
 PATCH = Patch(
     id="min-tokens-mask-cache",
@@ -41,18 +28,18 @@ PATCH = Patch(
         Target(
             at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.apply_with_spec_decode",
             use="apply_with_spec_decode",
-            fingerprints=_seen("81564b885bdd5eb3 = 542158b7663063cb = dd21edeb42e0ecf8 ="),
+            fingerprints=seen("81564b885bdd5eb3 = 542158b7663063cb = dd21edeb42e0ecf8 ="),
         ),
     ),
     # update_state and add_request fix the layout of min_toks, which the key is read from.
     assumes=(
         Target(
             at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.add_request",
-            fingerprints=_seen("96fb1968e2cb2053 = = = 72402e7d4a0e3114 ="),
+            fingerprints=seen("96fb1968e2cb2053 = = = 72402e7d4a0e3114 ="),
         ),
         Target(
             at="vllm.v1.sample.logits_processor.builtin:MinTokensLogitsProcessor.__init__",
-            fingerprints=_seen("59d6a2127def4802 = cb53d48a4d34da7b = 05d30c487272946f ="),
+            fingerprints=seen("59d6a2127def4802 = cb53d48a4d34da7b = 05d30c487272946f ="),
         ),
     ),
     condition=Condition(

@@ -14,20 +14,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import own_runner, seen  # noqa: F401 - own_runner is named in the condition
 
 PATCH = Patch(
     id="mrope-pinned-copy",
@@ -43,14 +30,14 @@ PATCH = Patch(
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_input_ids",
             "ids",
-            fingerprints=_seen("2e4a560932c984cb 7eec1205b160d962 e1a43e355d8c10c6"),
+            fingerprints=seen("2e4a560932c984cb 7eec1205b160d962 e1a43e355d8c10c6"),
         ),
     ),
     assumes=(
         # The copy must be the first use of mrope_positions after _prepare_input_ids.
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
-            fingerprints=_seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41"),
+            fingerprints=seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41"),
         ),
     ),
     condition=Condition(
@@ -70,14 +57,6 @@ def row_by_row_upstream(facts: Any) -> str | None:
 
     if facts.build.public and in_range(facts.build.public, ">=0.28.0"):
         return "vLLM copies M-RoPE positions row by row itself since 0.28.0"
-    return None
-
-
-def own_runner(facts: Any) -> str | None:
-    """HYGON's plugin has a runner of its own with its own fix (a token-major buffer)."""
-    for name in facts.build.plugins:
-        if name.lower().replace("-", "_") in {"vllm_hcu", "vllm_ascend"}:
-            return f"{name} brings its own V1 runner"
     return None
 
 

@@ -16,20 +16,7 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import Condition, Exactness, Kind, Patch, Target
-
-_RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (the target does not exist there)."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(_RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
-
+from patches._lib.v1_fingerprints import own_runner, seen  # noqa: F401 - own_runner is named in the condition
 
 PATCH = Patch(
     id="unchanged-copies",
@@ -45,19 +32,19 @@ PATCH = Patch(
         Target(
             "vllm.v1.utils:CpuGpuBuffer.copy_to_gpu",
             "copy_to_gpu",
-            fingerprints=_seen("790d1dc410c0e091 = = = a0a2edc39dd0b603 ="),
+            fingerprints=seen("790d1dc410c0e091 = = = a0a2edc39dd0b603 ="),
         ),
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._update_states",
             "step",
-            fingerprints=_seen("0accf5ed92f272b0 8a6e61db63723f17 261f376c718e817e 11c06a2e5a588670 d80123f907b04423 ="),
+            fingerprints=seen("0accf5ed92f272b0 8a6e61db63723f17 261f376c718e817e 11c06a2e5a588670 d80123f907b04423 ="),
         ),
     ),
     assumes=(
         # Which buffers are written by the host alone was read off here.
         Target(
             "vllm.v1.worker.gpu_model_runner:GPUModelRunner._prepare_inputs",
-            fingerprints=_seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41 90daf506896048b9 01c2078e58d1a486 ="),
+            fingerprints=seen("58943afcbd9df317 ea372394b199346e 0d90285fdec99a41 90daf506896048b9 01c2078e58d1a486 ="),
         ),
     ),
     condition=Condition(vllm=">=0.18.1,<0.34", runner="V1", platforms=("cuda", "rocm", "dcu", "cpu"), also="own_runner"),
@@ -79,14 +66,6 @@ HOST_ONLY = (
     "prev_positions",
     "prev_num_draft_tokens",
 )
-
-
-def own_runner(facts: Any) -> str | None:
-    """A platform plugin with a V1 runner of its own: its buffers were not read."""
-    for name in facts.build.plugins:
-        if name.lower().replace("-", "_") in {"vllm_hcu", "vllm_ascend"}:
-            return f"{name} brings its own V1 runner, whose buffers may be written on the device"
-    return None
 
 
 def step(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
