@@ -29,7 +29,10 @@ KNOWN = {
     "": "0.18.1",
     "cfd351322566e777": "0.23.0",
     "281b8ec7596055ef": "0.26.0",
+    "2d0a9c97500ed2bb": "0.27.1",
     "a7b639ff02f727ef": "0.28.0",
+    "d3691f62ec245e94": "0.30.0",
+    "8539a0dba5b3eb5d": "0.31.0",
     "e2bcc9c58560e9fa": "0.32.0",
     "6e737e428552a054": "0.33.0",
 }
@@ -76,11 +79,16 @@ def source_digest(root: str | Path) -> str | None:
 
 def default_architectures(root: str | Path) -> frozenset[str]:
     """``DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`` of the release (0.23 to 0.28)."""
+    return _names(root, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES")
+
+
+def _names(root: str | Path, constant: str) -> frozenset[str]:
+    """The texts in a constant set of the release's ``config/vllm.py``."""
     try:
         text = (Path(root) / "config/vllm.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return frozenset()
-    found = re.search(r"^DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES\s*=\s*frozenset\(\s*\{(.*?)\}", text, re.M | re.S)
+    found = re.search(rf"^{constant}[^=\n]*=\s*(?:frozenset\()?\s*[{{(\[](.*?)[}})\]]", text, re.M | re.S)
     return frozenset(re.findall(r'"(\w+)"', found[1])) if found else frozenset()
 
 
@@ -107,9 +115,11 @@ def choose(question: Question) -> Answer:
         return Answer(V2 if forced else V1, f"{VARIABLE}={int(forced)}")
     if release is None:
         return Answer(None, f"{build.root}/config/vllm.py chooses by a rule that is none of the known releases'")
-    if release in ("0.26.0", "0.28.0") and (answer := _only_v2(question, release)) is not None:
+    if release in _MID and (answer := _only_v2(question, release)) is not None:
         return answer
-    if release in ("0.23.0", "0.26.0", "0.28.0") and (answer := _default_model(question, release)) is not None:
+    if release in _OLD | _MID and (answer := _default_model(question, release)) is not None:
+        return answer
+    if release in _ROCM_V1 and (answer := _rocm_default(question, release)) is not None:
         return answer
     triton = has_triton(build, question.hardware)
     if triton is False:
@@ -188,10 +198,10 @@ def has_triton(build: Build, hardware: Hardware) -> bool | None:
 
 
 def _only_v2(question: Question, release: str) -> Answer | None:
-    """What only V2 runs (0.26, 0.28), asked before anything else."""
+    """What only V2 runs (0.26 to 0.28), asked before anything else."""
     get, method = question.get, question.serving.speculative_method
-    if release == "0.28.0" and (question.serving.prefill_context_parallel or 1) > 1:
-        return Answer(V2, "prefill context parallelism runs on V2 only (rule of 0.28.0)")
+    if release in ("0.27.1", "0.28.0") and (question.serving.prefill_context_parallel or 1) > 1:
+        return Answer(V2, f"prefill context parallelism runs on V2 only (rule of {release})")
     if method == "dspark":
         return Answer(V2, f"DSpark runs on V2 only (rule of {release})")
     if method == "dflash" or (method is None and question.serving.speculative_method != ""):
@@ -201,6 +211,18 @@ def _only_v2(question: Question, release: str) -> Answer | None:
     if (get("hf_overrides") or {}) and isinstance(get("hf_overrides"), str):
         return Answer(None, "--hf-overrides names a function: what it changes is unknown")
     return None
+
+
+def _rocm_default(question: Question, release: str) -> Answer | None:
+    """0.30 and 0.31: on ROCm some models default to V1. None: not this one."""
+    if question.hardware.platform not in ("rocm", "dcu"):
+        return None if question.hardware.platform else Answer(None, "the platform is unknown")
+    listed = _names(question.build.root or "", "ROCM_DEFAULT_MRV1_ARCHITECTURES")
+    if not any(name in listed for name in question.model.architectures):
+        return None if question.model.architectures else Answer(None, "the model's architecture is unknown")
+    if release == "0.30.0":
+        return Answer(V1, f"on ROCm, {question.model.architectures[0]} defaults to V1 (rule of {release})")
+    return Answer(None, "on ROCm this model defaults to V1 where V1 can serve it, which is not decided here")
 
 
 def _default_model(question: Question, release: str) -> Answer | None:
@@ -213,8 +235,8 @@ def _default_model(question: Question, release: str) -> Answer | None:
     if not model.architectures:
         return Answer(None, "the model's architecture is unknown")
     listed = default_architectures(question.build.root or "")
-    if release == "0.28.0" and question.hardware.platform in ("rocm", "dcu"):
-        listed -= {"DeepseekV4ForCausalLM"}
+    if release in ("0.27.1", "0.28.0") and question.hardware.platform in ("rocm", "dcu"):
+        listed -= {"DeepseekV4ForCausalLM"} if release == "0.28.0" else {"KimiK3ForConditionalGeneration"}
     in_list = any(name in listed for name in model.architectures)
     if release == "0.23.0":
         if not in_list:
@@ -226,7 +248,7 @@ def _default_model(question: Question, release: str) -> Answer | None:
         return None
     if model.hybrid is None:
         return Answer(None, "unknown whether the model is hybrid")
-    if model.hybrid and not (in_list and release == "0.28.0"):
+    if model.hybrid and not (in_list and release in ("0.27.1", "0.28.0")):
         return Answer(V1, f"hybrid models stay on V1 {rule}")
     if model.attention_free is None:
         return Answer(None, "unknown whether the model is attention-free")
@@ -343,19 +365,26 @@ def _logits_logprobs(question: Question) -> bool | None:
     return question.serving.task == "generate" and question.get("logprobs_mode") in ("raw_logits", "processed_logits")
 
 
-_OLD, _MID, _NEW = {"0.23.0"}, {"0.26.0", "0.28.0"}, {"0.32.0", "0.33.0"}
+def _mode_all(question: Question) -> bool | None:
+    return question.get("mamba_cache_mode") == "all"
+
+
+_OLD, _MID, _NEW = {"0.23.0"}, {"0.26.0", "0.27.1", "0.28.0"}, {"0.30.0", "0.31.0", "0.32.0", "0.33.0"}
+_ROCM_V1 = {"0.30.0", "0.31.0"}
 _PADDED = ("dflash", "dspark")
 # (releases, what V2 does not support there, test). After ``_get_v2_model_runner_unsupported_features``.
 _UNSUPPORTED: tuple[tuple[set[str], str, Callable[[Question], bool | None]], ...] = (
     (_OLD, "hybrid models with the align cache mode", _align_mode),
     (_OLD, "prefill context parallelism", _context_parallel),
     (_MID, "prefill context parallelism", _context_parallel_without_mla),
-    (_OLD | _MID, "stock torch.compile", _stock_compile),
-    (_OLD | _MID, "sequence parallelism", _sequence_parallel),
+    (_OLD | _MID | _ROCM_V1, "stock torch.compile", _stock_compile),
+    (_OLD | _MID | _ROCM_V1, "sequence parallelism", _sequence_parallel),
     (_MID | _NEW, "pipeline parallelism with external_launcher", _external_pp),
     (_OLD, "this speculative method", _method_outside("eagle", "eagle3", "mtp")),
     (_MID, "this speculative method", _method_outside("eagle", "eagle3", "mtp", "dflash", "dspark")),
-    ({"0.32.0"}, "this speculative method", _method_in("suffix", "medusa", "mlp_speculator", "custom_class")),
+    ({"0.30.0"}, "this speculative method", _method_in("ngram", "ngram_gpu", "draft_model")),
+    ({"0.31.0"}, "this speculative method", _method_in("ngram", "ngram_gpu")),
+    (_NEW - {"0.33.0"}, "this speculative method", _method_in("suffix", "medusa", "mlp_speculator", "custom_class")),
     ({"0.33.0"}, "this speculative method", _method_in("suffix", "custom_class")),
     (_OLD, "parallel drafting", _spec_flag("parallel_drafting")),
     (_MID | _NEW, "parallel drafting", _spec_flag("parallel_drafting", but=_PADDED)),
@@ -367,14 +396,15 @@ _UNSUPPORTED: tuple[tuple[set[str], str, Callable[[Question], bool | None]], ...
         "adaptive verification with pipeline parallelism",
         _adaptive_with(lambda question: _more_than_one(question.serving.pipeline_parallel)),
     ),
-    (_NEW, "drafts with another vocabulary", _spec_flag("use_heterogeneous_vocab")),
+    (_NEW - _ROCM_V1, "drafts with another vocabulary", _spec_flag("use_heterogeneous_vocab")),
     (_OLD | _MID, "dual batch overlap", _set("enable_dbo")),
     (_NEW, "dual batch overlap", lambda question: question.serving.ubatching),
-    (_MID, "elastic expert parallelism", _set("enable_elastic_ep")),
-    (_OLD | {"0.26.0"}, "capture of routed experts", _set("enable_return_routed_experts")),
-    (_OLD | _MID, "custom logits processors", _custom_processors),
+    (_MID | _ROCM_V1, "elastic expert parallelism", _set("enable_elastic_ep")),
+    (_OLD | {"0.26.0", "0.27.1"}, "capture of routed experts", _set("enable_return_routed_experts")),
+    (_OLD | _MID | {"0.30.0"}, "custom logits processors", _custom_processors),
     (_OLD | _MID, "prompt embeddings", _set("enable_prompt_embeds")),
     (_OLD, "logprobs of logits", _logits_logprobs),
     (_OLD | _MID, "fast prefill with shared KV", _set("kv_sharing_fast_prefill")),
-    (_OLD | {"0.26.0"}, "EC transfer", _set("ec_transfer_config")),
+    (_OLD | {"0.26.0", "0.27.1"}, "EC transfer", _set("ec_transfer_config")),
+    (_ROCM_V1, "the cache mode 'all' of recurrent layers", _mode_all),
 )

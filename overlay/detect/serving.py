@@ -276,7 +276,7 @@ class _Finder:
         if memory is None or (memory >= 70 * GIB and not name):
             return "the defaults go by the device's memory and name, which are unknown"
         if memory >= 160 * GIB:
-            if (large := self.release(">=0.28")) is None or (not large and self.release(">0.26")):
+            if (large := self.release(">=0.28")) is None or (not large and self.release(">0.27.1")):
                 return "the release's defaults for devices with 160 GiB are unknown"
             return 1024, 16384 if large else 8192
         if memory >= 70 * GIB and "a100" not in name:
@@ -295,7 +295,7 @@ class _Finder:
         reason = ""
         method = serving.speculative_method
         old = self.release("<0.19")
-        new = self.release(">=0.32")
+        new = self.release(">=0.31")
         if old is None or new is None:
             reason = "the release's rule is unknown"
         elif serving.task is None and not old:

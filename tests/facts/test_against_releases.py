@@ -5,10 +5,12 @@ import inspect
 import random
 import sys
 import types
+from functools import cache
 from types import SimpleNamespace as Space
 
 import pytest
 
+from overlay.argument_source import from_source
 from overlay.detect.runner import Question, choose, has_triton
 from overlay.detect.serving import find_serving
 from overlay.facts import Build, Hardware, Model, Serving
@@ -23,9 +25,12 @@ from tests.facts.release_code import (
     top_level,
     tree,
 )
-from tests.facts.test_serve_args import grammar
+from tests.facts.test_serve_args import RELEASES as RECORDED
+from tests.facts.test_serve_args import grammar as recorded_grammar
 
 pytestmark = pytest.mark.releases
+# Releases whose rules were read as well, and whose sources are not fetched for every run: used where they are at hand.
+FURTHER = ("0.27.1", "0.30.0", "0.31.0")
 
 ARCHITECTURES = {
     # architecture: (moe, hybrid, attention free)
@@ -49,6 +54,7 @@ RUNNER_PARTS = (
     "_dflash_needs_multi_kv_group",
     "_is_dflash2_draft",
     "_get_dbo_unsupported_features",
+    "_get_v1_model_runner_unsupported_features",
 )
 
 
@@ -60,6 +66,11 @@ def sources(release):
     if not root(release).is_dir():
         pytest.skip(f"the sources of vLLM {release} are not here")
     return root(release)
+
+
+@cache
+def grammar(release):
+    return recorded_grammar(release) if release in RECORDED else from_source(root(release))
 
 
 def draw(rng, release):
@@ -81,7 +92,7 @@ def draw(rng, release):
     parallel_drafting = bool(method) and rare(0.1)
     processors, external, entry = rare(0.05), rare(0.1), rare(0.05)
     logprobs = rng.choice(["raw_logprobs", "raw_logprobs", "raw_logits"])
-    cache_mode = rng.choice([None, None, "align", "none"])
+    cache_mode = rng.choice([None, None, "align", "none", "all"])
     ec = rare(0.05)
     words = ["m", "-tp", str(tp), "-pp", str(pp), "-pcp", str(pcp), "--logprobs-mode", logprobs]
     words += ["--" + flag.replace("_", "-") for flag, on in flags.items() if on]
@@ -161,7 +172,7 @@ def release_config(args, build, hardware, model, serving):
     return vars(parts)
 
 
-@pytest.mark.parametrize("release", RELEASES[1:])
+@pytest.mark.parametrize("release", RELEASES[1:] + FURTHER)
 def test_runner_is_the_one_that_the_releases_own_code_chooses(release, monkeypatch):
     rng = random.Random(20)
     sources(release)
@@ -171,6 +182,7 @@ def test_runner_is_the_one_that_the_releases_own_code_chooses(release, monkeypat
     scope = names(envs=Space(), HAS_TRITON=None, current_platform=platform)
     scope["lru_cache"] = lambda function: function
     wanted = ("DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", "default_v2_model_runner_architectures")
+    wanted += ("ROCM_DEFAULT_MRV1_ARCHITECTURES", "ROCM_EXCLUDED_V2_MODEL_RUNNER_ARCHITECTURES")
     top_level(release, "config/vllm.py", wanted, scope)
     theirs_class = methods(release, "config/vllm.py", "VllmConfig", RUNNER_PARTS, scope)
     for _ in range(500):
@@ -209,10 +221,11 @@ def test_the_variable_alone_decides_in_0_18_1():
     assert seen == {"V1", "V2"}
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", RELEASES + FURTHER)
 def test_async_scheduling_is_what_the_releases_own_code_settles(release):
     """The statements of ``VllmConfig.__post_init__`` from the executor's class to the end of the choice."""
     sources(release)
+    grammar(release)
     init = next(
         function
         for owner in tree(release, "config/vllm.py").body
@@ -258,7 +271,7 @@ def test_async_scheduling_is_what_the_releases_own_code_settles(release):
     assert outcomes[True] > 25 and outcomes[False] > 15, outcomes
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", RELEASES + FURTHER)
 def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
     sources(release)
     rng = random.Random(8)
@@ -310,7 +323,7 @@ def test_batch_limits_are_those_of_the_releases_own_code(release, monkeypatch):
         )  # fmt: skip
         config = Space(max_model_len=length, is_multimodal_model=False, is_mm_prefix_lm=False)
         getattr(made, limits)(usage.OPENAI_API_SERVER, config, **extra)
-        if serving.max_num_seqs is None:
+        if serving.max_num_seqs is None or serving.max_num_batched_tokens is None:
             continue
         ours = (serving.max_num_seqs, serving.max_num_batched_tokens)
         assert ours == (made.max_num_seqs, made.max_num_batched_tokens), words
