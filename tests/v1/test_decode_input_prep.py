@@ -43,3 +43,7 @@ def test_a_kernel_that_does_not_compile_leaves_the_original(in_release, release)
 
 def test_the_state_is_made_at_the_end_of_warm_up(in_release, release):
     in_release(release, "decode_gates:the_state_is_made_at_the_end_of_warm_up")
+
+
+def test_what_a_dummy_run_leaves_behind_is_overwritten(in_release, release):
+    in_release(release, "preparation:what_a_dummy_run_leaves_behind_is_overwritten")

@@ -78,6 +78,35 @@ def check_the_shadow_finds_every_integer_equal(release: str) -> dict[str, Any]:
     return events
 
 
+def check_what_a_dummy_run_leaves_behind_is_overwritten(release: str) -> dict[str, Any]:
+    """Tails and constants hold another batch's values before a step, on the device and the host."""
+
+    def touch(world: lab.Lab, step: int) -> None:
+        runner = world.runner
+        number = runner.input_batch.num_reqs
+        for name in ("query_start_loc", "num_accepted_tokens", "discard_request_mask"):
+            buffer = getattr(runner, name)
+            buffer.gpu.fill_(1 if name == "discard_request_mask" else 77)
+            if name == "query_start_loc":
+                buffer.np[:] = 78
+        if hasattr(runner, "optimistic_seq_lens_cpu"):
+            runner.optimistic_seq_lens_cpu[number:] = 79
+            runner.num_accepted_tokens.np[:] = 80
+            runner.seq_lens.fill_(81)
+        else:
+            runner.seq_lens.np[number:] = 79
+            runner.seq_lens.gpu.fill_(81)
+        for table in runner.input_batch.block_table.block_tables:
+            table.slot_mapping.gpu.fill_(82)
+
+    before = counted("decode-input-prep")
+    patch = ("decode-input-prep",)
+    assert_twins(history(16, 30, patch, release, touch=touch), history(16, 30, (), release, touch=touch))
+    events = spent("decode-input-prep", before)
+    assert events["hit"] > 10, events
+    return events
+
+
 def check_copies_are_left_out_only_where_the_bytes_are_there(release: str) -> dict[str, Any]:
     """unchanged-copies alone, with writes to the device in between: PyTorch's are seen, an announced kernel's too."""
     import torch
