@@ -83,6 +83,16 @@ class _Refused(Exception):
     pass
 
 
+class _Plain(argparse.HelpFormatter):
+    """argparse makes a formatter for every option that is added, to check its help; there is none here, and 300 options."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        pass
+
+    def _format_args(self, action: argparse.Action, default_metavar: str | None) -> str:
+        return ""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         raise _Refused(message)
@@ -253,7 +263,7 @@ def _parser(grammar: Grammar) -> tuple[_Parser, _Sink]:
     """A parser of the release's options; kept, because building one takes longer than using it."""
     if id(grammar) not in _built:
         sink = _Sink()
-        parser = _Parser(prog="vllm serve", add_help=False)
+        parser = _Parser(prog="vllm serve", add_help=False, formatter_class=_Plain)
         parser.add_argument("model_tag", nargs="?", action=_position(sink))
         for argument in grammar.arguments:
             action = _recorder(argument, sink)

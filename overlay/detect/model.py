@@ -252,17 +252,22 @@ TRAITS = frozenset(("IsHybrid", "IsAttentionFree", "HasInnerState", "SupportsMul
 _IMPLIED = {"SupportsMultiModalPruning": {"SupportsMultiModal"}, "SupportsQuant": set()}
 
 
+_LEAVES = frozenset(("Module", "Protocol", "ABC", "Generic", "SupportsLoRA", "SupportsPP", "SupportsQuant", "SupportsEagle3"))
+
+
 def class_traits(root: Path, architectures: tuple[str, ...]) -> frozenset[str] | None:
     """Which of ``TRAITS`` the model's class inherits, from the release's sources; None where they cannot be read."""
     try:
         registry = (root / "model_executor/models/registry.py").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
+    texts: dict[Path, str] = {}
     for architecture in architectures:
-        found = re.search(rf'"{re.escape(architecture)}":\s*\(\s*"([\w.]+)",\s*"(\w+)"', registry)
+        at = registry.find(f'"{architecture}":')
+        found = re.compile(r'"\w+":\s*\(\s*"([\w.]+)",\s*"(\w+)"').match(registry, at) if at >= 0 else None
         if found:
             seen: set[str] = set()
-            if _walk(root, _model_file(root, found[1]), found[2], seen, 0):
+            if _walk(root, _model_file(root, found[1]), found[2], seen, texts, 0):
                 return frozenset(seen & TRAITS)
     return None
 
@@ -273,22 +278,30 @@ def _model_file(root: Path, module: str) -> Path:
     return file if file.is_file() else base / "__init__.py"
 
 
-def _walk(root: Path, file: Path, name: str, seen: set[str], depth: int) -> bool:
+_CLASS = re.compile(r"\nclass (\w+)(?:\(([^)]*)\))?\s*:")
+_IMPORT = re.compile(r"^[ \t]*from (\.*)([\w.]*) import (?:\(([^)]*)\)|([^\n(]+))", re.MULTILINE)
+
+
+def _walk(root: Path, file: Path, name: str, seen: set[str], texts: dict[Path, str], depth: int) -> bool:
     """Collect the names of all base classes of ``name`` in ``file``. False where the class cannot be found."""
-    try:
-        source = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
-    found = re.search(rf"^class {re.escape(name)}(?:\(([^)]*)\))?\s*:", source, re.MULTILINE | re.DOTALL)
-    if found is None:
+    if file not in texts:
+        try:
+            texts[file] = "\n" + file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            texts[file] = ""
+    source = texts[file]
+    at = source.find(f"\nclass {name}")
+    while at >= 0 and ((found := _CLASS.match(source, at)) is None or found[1] != name):
+        at = source.find(f"\nclass {name}", at + 1)
+    if at < 0:
         imported = _imported(root, file, source, name)
-        return depth < 12 and imported is not None and _walk(root, *imported, seen, depth + 1)
-    for base in _bases(found[1] or ""):
+        return depth < 12 and imported is not None and _walk(root, *imported, seen, texts, depth + 1)
+    for base in _bases(found[2] or ""):  # type: ignore[index]
         if base in seen:
             continue
         seen |= {base, *_IMPLIED.get(base, ())}
-        if base not in TRAITS and depth < 12:
-            _walk(root, file, base, seen, depth + 1)
+        if base not in TRAITS and base not in _LEAVES and depth < 12:
+            _walk(root, file, base, seen, texts, depth + 1)
     return True
 
 
@@ -302,9 +315,14 @@ def _bases(text: str) -> Iterator[str]:
 
 def _imported(root: Path, file: Path, source: str, name: str) -> tuple[Path, str] | None:
     """The file and name behind an imported class, where it lies in the package."""
-    for found in re.finditer(r"^\s*from (\.*)([\w.]*) import (?:\(([^)]*)\)|([^\n(]+))", source, re.MULTILINE):
+    if name not in source:
+        return None
+    for found in _IMPORT.finditer(source):
         dots, module, many, one = found.groups()
-        for entry in re.sub(r"#.*", "", many or one).split(","):
+        names = many or one
+        if name not in names:
+            continue
+        for entry in re.sub(r"#.*", "", names).split(","):
             original, _, alias = (part.strip() for part in entry.strip().partition(" as "))
             if (alias or original) != name:
                 continue
