@@ -336,12 +336,7 @@ def _launch(runner: Any, idx_mapping: Any, n: int, rows: int, tokens: int, marks
 def _pending(tables: Any, idx_mapping: Any, size: int, which: int) -> bool:
     """Whether the kernel has just written what is asked for: the same batch object, padded to the same ``size``."""
     state = tables.__dict__.get(_STATE)
-    return (
-        state is not None
-        and state.pending is not None
-        and state.pending[0] is idx_mapping
-        and state.pending[which] == size
-    )
+    return state is not None and state.pending is not None and state.pending[0] is idx_mapping and state.pending[which] == size
 
 
 def gather_block_tables(wrapped: Any, tables: Any, args: tuple, kwargs: dict) -> Any:

@@ -48,6 +48,4 @@ def contribute(facts: Facts, options: Mapping[str, Any]) -> Contribution:
     threshold = facts.env.get("VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD", "256").strip()
     if threshold.isdigit() and int(threshold) == 0:
         return Contribution(nothing="VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD=0 keeps vLLM's side stream unused")
-    return Contribution(
-        superseded=f"vLLM runs shared experts on a side stream itself, for up to {threshold} tokens (it is on)"
-    )
+    return Contribution(superseded=f"vLLM runs shared experts on a side stream itself, for up to {threshold} tokens (it is on)")

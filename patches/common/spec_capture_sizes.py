@@ -124,9 +124,7 @@ def wanted_sizes(query: int, max_num_seqs: int, max_tokens: int | None, options:
     if limits:
         most = min(most, min(limits) // query)
     exact = options.get("exact_requests") or 0
-    counts = {
-        n for n in range(1, most + 1) if n <= exact or n in (1, 2, 4) or (n % 8 == 0 if n <= 256 else n % 16 == 0)
-    }
+    counts = {n for n in range(1, most + 1) if n <= exact or n in (1, 2, 4) or (n % 8 == 0 if n <= 256 else n % 16 == 0)}
     return [n * query for n in sorted(counts | ({most} if most else set()))]
 
 

@@ -43,9 +43,9 @@ def test_every_answer_follows_each_new_request_and_each_batch(qwen: Engine) -> N
     with applied("decision-cache"), counted(patch.count) as counts:
         for _ in range(400):
             if rng.random() < 0.3:
-                sampler.add_request(int(rng.integers(6)), SamplingParams(**kinds[rng.integers(len(kinds))]))
+                sampler.add_request(int(rng.integers(4)), SamplingParams(**kinds[rng.integers(len(kinds))]))
                 sampler.apply_staged_writes()
-            rows = np.sort(rng.permutation(6)[: rng.integers(1, 7)]) if rng.random() < 0.4 else np.arange(6)
+            rows = np.sort(rng.permutation(4)[: rng.integers(1, 5)]) if rng.random() < 0.4 else np.arange(4)
             for name in names:
                 assert getattr(states, name)(rows) == originals[name](states, rows), name
             assert token_ids.max_num_token_ids(rows) == ids_original(token_ids, rows)
