@@ -105,6 +105,7 @@ def test_merged_lines_give_the_real_parser_what_the_merge_says(release, added):
 def check_merge(release, name, before, words, kept, added):
     real, stock = said(release, words), said(release, list(before.argv))
     compare(release, ServeArgs.parse(words, grammar(release)))
+    assert not [entry for entry in kept if "cannot be added" in entry.reason], (name, kept)
     keeping = {entry.path for entry in kept}
     for path, ours in leaves(added):
         if path in keeping:
