@@ -44,9 +44,11 @@ def builders(graphs: bool) -> list[Any]:
 class Batches:
     """Seeded common metadata, in persistent buffers as the runner keeps them."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, release: str) -> None:
         import torch
 
+        # up to 0.23 the builder pads by tokens (the requests are as they are), from 0.26 on by requests
+        self.pads_requests = tuple(map(int, release.split("."))) >= (0, 26, 0)
         self.random = random.Random(seed)
         self.starts, self.starts_cpu = (torch.zeros(REQUESTS + 1, dtype=torch.int32) for _ in range(2))
         self.lengths = torch.zeros(REQUESTS, dtype=torch.int32)
@@ -69,12 +71,14 @@ class Batches:
         for table in self.tables:
             table[:number] = torch.tensor([[self.random.randrange(1, 900) for _ in range(WIDTH)] for _ in range(number)])
             table[number:padded].fill_(0)
+        tokens = padded if max(query_lens) == 1 else starts[-1]
+        padded = padded if self.pads_requests else number
         values = {
             "query_start_loc": self.starts[: padded + 1],
             "query_start_loc_cpu": self.starts_cpu[: padded + 1],
             "seq_lens": self.lengths[:padded],
             "num_reqs": padded,
-            "num_actual_tokens": padded if max(query_lens) == 1 else starts[-1],
+            "num_actual_tokens": tokens,
             "max_query_len": max(query_lens),
             "max_seq_len": int(self.lengths.max()),
             "block_table_tensor": self.tables[0][:padded],
@@ -119,11 +123,11 @@ def contents(metadata: Any) -> dict[str, Any]:
     return found
 
 
-def run(seed: int, steps: int, graphs: bool, capture: bool) -> list[Any]:
+def run(release: str, seed: int, steps: int, graphs: bool, capture: bool) -> list[Any]:
     """What every group's metadata says, and what its captured graphs would read, after every step."""
     import torch
 
-    made, batches = builders(graphs), Batches(seed)
+    made, batches = builders(graphs), Batches(seed, release)
     captured: dict[int, list[Any]] = {}
     if capture:
         for size in (8, 4, 2, 1):
@@ -138,7 +142,7 @@ def run(seed: int, steps: int, graphs: bool, capture: bool) -> list[Any]:
             for b, m in zip(made, groups, strict=True)
         ]
         seen.append([contents(metadata) for metadata in built])
-        size = groups[0].num_reqs
+        size = groups[0].num_actual_tokens
         if decode and size in captured:  # replay: the graph reads the tensors of its capture
             seen.append(
                 [{k: v for k, v in contents(m).items() if isinstance(getattr(m, k), torch.Tensor)} for m in captured[size]]
@@ -153,9 +157,9 @@ def check_every_groups_metadata_equals_the_originals(release: str) -> dict[str, 
     events = {}
     for graphs, capture in ((False, False), (True, True)):
         before = counted(PATCH)
-        original = run(31, 40, graphs, capture)
+        original = run(release, 31, 40, graphs, capture)
         with applied(PATCH, version=release):
-            patched = run(31, 40, graphs, capture)
+            patched = run(release, 31, 40, graphs, capture)
         assert len(original) == len(patched)
         for step, (mine, theirs) in enumerate(zip(patched, original, strict=True)):
             assert mine == theirs, (graphs, step, _first(mine, theirs))
@@ -176,7 +180,7 @@ def check_graphs_captured_without_the_patch_keep_their_own_buffers(release: str)
     """Captured by the original, then patched: decode steps go to the original, others are shared."""
     if not applies(release):
         return {"inapplicable": True}
-    made, batches = builders(True), Batches(5)
+    made, batches = builders(True), Batches(5, release)
     groups = batches.groups(batches.common([1] * 4, 4))
     captured = [b.build_for_cudagraph_capture(m) for b, m in zip(made, groups, strict=True)]
     with applied(PATCH, version=release):
@@ -205,7 +209,7 @@ def check_another_step_another_builder_and_speculation_are_not_shared(release: s
         pass
 
     with applied(PATCH, version=release):
-        made, batches = builders(False), Batches(6)
+        made, batches = builders(False), Batches(6, release)
         first, second, third = batches.groups(batches.common([1, 1, 20], 3))
         before = counted(PATCH)
         made[0].build(0, first)
