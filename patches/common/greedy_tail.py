@@ -108,7 +108,7 @@ PATCH = Patch(
         platforms=("cuda", "rocm", "dcu"),
         facts={"serving.num_speculative_tokens": 0, "serving.pipeline_parallel": 1},
     ),
-    live=("model_runner", "model_runner.sampler"),
+    live=("model_runner.sampler",),
     tests="tests/v2/cases/case_greedy_tail.py",
     measured="ab_runs/results/host/h200_qwen3_0.6b.yaml",
 )
