@@ -105,7 +105,8 @@ def test_merged_lines_give_the_real_parser_what_the_merge_says(release, added):
 def check_merge(release, name, before, words, kept, added):
     real, stock = said(release, words), said(release, list(before.argv))
     compare(release, ServeArgs.parse(words, grammar(release)))
-    assert not [entry for entry in kept if "cannot be added" in entry.reason], (name, kept)
+    # vLLM takes --served-model-name only behind a leading MODEL; nothing else in the corpus stands in a merge's way
+    assert not [e for e in kept if "cannot be added" in e.reason and "--served-model-name" not in e.reason], (name, kept)
     keeping = {entry.path for entry in kept}
     for path, ours in leaves(added):
         if path in keeping:
