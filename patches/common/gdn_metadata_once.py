@@ -73,6 +73,7 @@ PATCH = Patch(
         ),
         also="own_runner",
     ),
+    verified="simulated",
     tests="tests/v1/test_gdn_metadata_once.py",
 )
 

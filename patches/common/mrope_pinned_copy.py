@@ -45,6 +45,7 @@ PATCH = Patch(
     ),
     superseded="row_by_row_upstream",
     live=("model_runner",),
+    verified="simulated",
     tests="tests/v1/test_mrope_pinned_copy.py",
 )
 
