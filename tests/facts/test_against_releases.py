@@ -341,3 +341,20 @@ def test_an_unknown_rule_is_no_guess(tmp_path):
     assert ask({}).runner is None and "none of the known releases" in ask({}).reason
     assert ask({"VLLM_USE_V2_MODEL_RUNNER": "1"}).runner == "V2"
     assert ask({"VLLM_USE_V2_MODEL_RUNNER": "yes"}).runner is None
+
+
+def test_triton_counts_as_usable_where_the_installed_vllm_says_so():
+    """A CPU build needs Triton's CPU back end, installed or not; without it the runner is V1."""
+    pytest.importorskip("vllm")
+    from vllm.triton_utils import HAS_TRITON
+
+    from overlay.detect.build import find_build
+
+    build = find_build()[0]
+    assert has_triton(build, Hardware(platform="cpu")) is HAS_TRITON
+    without = Build(triton="3.5.0", triton_backends=("amd", "nvidia"))
+    assert has_triton(without, Hardware(platform="cpu")) is False
+    assert has_triton(Build(triton="3.5.0", triton_backends=("cpu",)), Hardware(platform="cpu")) is True
+    assert has_triton(without, Hardware(platform="cuda")) is True
+    assert has_triton(Build(), Hardware(platform="cuda")) is False
+    assert has_triton(without, Hardware(platform="ascend")) is None
