@@ -34,8 +34,8 @@ PATCH = Patch(
     summary="decode's unquantised matrix products by kernels from a measured table",
     why=(
         "With 1 to 16 rows the platform's GEMM leaves bandwidth unused: on one NVIDIA H200 (bf16, one row, weights from "
-        "memory, graph replay) cuBLAS took 12.3 us for 1024 x 2048 where 2.7 us do, 11.1 for 6144 x 2560 (8.8), 49.2 for "
-        "5120 x 17408 (41.7). Linear layers are most of a decode step."
+        "memory, graph replay) cuBLAS took 12.3 us for 1024 x 2048 where 3.2 us do, 11.1 for 6144 x 2560 (9.4), 49.2 for "
+        "5120 x 17408 (41.9). Linear layers are most of a decode step."
     ),
     remove_when="the platform's own GEMM is as fast for few rows (`python -m overlay tune MODEL` keeps no entry)",
     exactness=Exactness.ROUNDING,

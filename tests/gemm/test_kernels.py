@@ -28,7 +28,8 @@ CASES = [
     (1, 37, 200, Tile("rows", 4, 64)), (1, 8, 256, Tile("rows", 8, 256)), (2, 16, 256, Tile("rows", 4, 128, stages=2)),
     (3, 20, 130, Tile("rows", 2, 64, split=2)), (4, 33, 100, Tile("rows", 8, 32)), (5, 33, 300, Tile("lanes", 8, 32, slices=4)),
     (16, 24, 512, Tile("lanes", 8, 64, slices=2, split=2)), (2, 17, 96, Tile("lanes", 16, 16, slices=2)),
-    (8, 70, 200, Tile("tiles", 64, 64, narrow=True)), (16, 128, 256, Tile("tiles", 64, 64, split=2)), (1, 64, 64, Tile("tiles", 64, 64)),
+    (8, 70, 200, Tile("tiles", 64, 64, narrow=True)), (16, 128, 256, Tile("tiles", 64, 64, split=2)),
+    (1, 64, 64, Tile("tiles", 64, 64)),
     (11, 40, 1000, Tile("tiles", 16, 128, split=4)),
 ]
 for rows, n, k, tile in CASES:
@@ -40,7 +41,8 @@ for rows, n, k, tile in CASES:
             ys = [kernels.run(tile, x, w, bias, out=torch.full((rows, n), float("nan"), dtype=dtype)) for _ in "ab"]
             reference = x.double() @ w.double().T + (bias.double() if with_bias else 0)
             error = ((ys[0].double() - reference).norm() / reference.norm()).item()
-            print(json.dumps({"case": f"{rows}x{n}x{k} {tile} {dtype} {with_bias}", "error": error, "same": torch.equal(*ys), "half": str(dtype)}))
+            case = f"{rows}x{n}x{k} {tile} {dtype} {with_bias}"
+            print(json.dumps({"case": case, "error": error, "same": torch.equal(*ys), "half": str(dtype)}))
 """
 
 
