@@ -17,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -129,7 +130,7 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    work = Path("/tmp/gemm-quality")
+    work = Path(tempfile.gettempdir()) / "gemm-quality"
     (work / "hook").mkdir(parents=True, exist_ok=True)
     (work / "hook" / "sitecustomize.py").write_text(HOOK.format(root=str(ROOT)))
     running = {}

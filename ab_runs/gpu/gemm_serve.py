@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    work = Path("/tmp/gemm-serve")
+    work = Path(tempfile.gettempdir()) / "gemm-serve"
     waves: list[list[Arm]] = [[]]
     for part in args.plan:
         if part == "then":
