@@ -148,7 +148,7 @@ def _operators():
         output.copy_(x * weight.sum(0))
 
     def rule(query, key, value, state, *, beta=None, scale=None, g=None, **_):
-        mixed = (query.float() * key.float()).sum(-1, keepdim=True).repeat_interleave(VALUE_HEADS // HEADS, 1)
+        mixed = (2 * query.float() + key.float() * key.float()).cumsum(-1).sum(-1, keepdim=True).repeat_interleave(VALUE_HEADS // HEADS, 1)
         return (value.float() * mixed * scale + beta.float()[..., None] + g.float()[..., None]).to(value.dtype)
 
     library.impl("npu_causal_conv1d_custom", conv, "CPU")
@@ -221,8 +221,16 @@ def test_parts_that_do_not_lie_side_by_side_are_normalised_one_by_one(world):
 
     from patches.ascend.ascend_gdn_joint_norm import count, normalise
 
-    q, k = torch.randn(1, 3, 2, 32), torch.randn(1, 3, 2, 32)
-    before = count.get("refused: q and k do not lie side by side")
-    found = normalise(l2norm_fwd, q, k)
-    assert found[0].equal(l2norm_fwd(q)) and found[1].equal(l2norm_fwd(k))
-    assert count.get("refused: q and k do not lie side by side") == before + 1
+    buffer = torch.randn(5 * 192)
+    first, second, third = (buffer[i * 192 : (i + 1) * 192].view(1, 3, 2, 32) for i in (0, 1, 3))
+    for q, k, adjacent in (
+        (first, second, True),
+        (second, first, False),  # k before q
+        (first, third, False),  # a gap
+        (first, torch.randn(1, 3, 2, 32), False),  # another storage
+        (first, second[..., :16], False),  # another width
+    ):
+        before = count.get("refused: q and k do not lie side by side")
+        found = normalise(lambda rows: l2norm_fwd(rows.contiguous()), q, k)
+        assert found[0].equal(l2norm_fwd(q)) and found[1].equal(l2norm_fwd(k.contiguous()))
+        assert count.get("refused: q and k do not lie side by side") == before + (not adjacent)

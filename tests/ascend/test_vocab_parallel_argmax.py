@@ -210,6 +210,32 @@ def test_verification_accepts_the_same_tokens(on_ranks, monkeypatch, triton, mas
     assert patch.count.get("hit") == hits + 2 * tries
 
 
+def test_masks_lie_below_infinities_and_reach_the_bonus_token(on_ranks):
+    """Three rows of one request that is far below its min_tokens: two drafts and a bonus token.
+
+    A target row of nothing but -inf: the rejection sampler makes these finite, so that a masked token is less. A row whose
+    largest logits are stop tokens on both ranks. A bonus row likewise.
+    """
+    import torch
+    from batches import min_tokens, plain_metadata, spec_metadata
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+
+    stops = {0, 1, 127, 128, 249}
+    weight = torch.zeros(3, 250, dtype=torch.bfloat16)
+    weight[0] = float("-inf")
+    weight[1:, list(stops)] = 9
+    weight[1, 200], weight[2, 70] = 3, 4
+    spec = spec_metadata(random.Random(0), [2], weight)
+    spec.draft_token_ids[:] = torch.tensor([2, 200])
+    metadata = plain_metadata(1, logitsprocs=LogitsProcessors([min_tokens({0: (9, [], stops)})]))
+    heads = _heads(2, 250, weight)
+    rows = torch.arange(3)
+    expected = on_ranks(2, _sampled(heads, metadata, spec, rows, False))[0]
+    assert expected.tolist() == [[2, 200, 70]]
+    with applied(PATCH):
+        assert on_ranks(2, _sampled(heads, metadata, spec, rows, True))[0].equal(expected)
+
+
 @pytest.mark.parametrize("masked", [False, True], ids=["", "min tokens"])
 def test_plain_decode_samples_the_same_tokens(on_ranks, masked):
     import torch
