@@ -56,6 +56,7 @@ for name, x, w, b in [
     ("other dtype", torch.randn(1, 64).bfloat16(), weight.bfloat16(), None),
     ("other shape", torch.randn(1, 32).half(), weight[:, :32].contiguous(), None),
     ("weight with gaps", torch.randn(1, 64).half(), torch.randn(24, 128).half()[:, :64], None),
+    ("every other column", torch.randn(5, 128).half()[:, ::2], weight, None),
     ("transposed x", torch.randn(64, 5).half().t(), weight, None),
     ("three dimensions", torch.randn(1, 5, 64).half(), weight, None),
     ("bias of another dtype", torch.randn(1, 64).half(), weight, bias.float()),
@@ -117,7 +118,7 @@ def test_hits_are_counted_by_shape_and_refusals_by_reason(outcome: dict) -> None
     assert counts["refused: more rows than the kernels take"] == 1
     assert counts["refused: rows not in the table"] == 1
     assert counts["refused: shape not in the table"] == 2
-    assert counts["refused: layout"] == 2
+    assert counts["refused: layout"] == 3
     assert counts["refused: not two-dimensional"] == 1
     assert counts["refused: bias layout"] == 1
 
