@@ -125,7 +125,7 @@ def browse(page: Path, folder: Path, *flags: str) -> str:
         f"--user-data-dir={folder}/profile",
     ]
     command += [f"--window-size={WIDTH},{HEIGHT}", "--force-device-scale-factor=1", *flags, page.as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
 
 
 def look(page: Path, folder: Path) -> dict[str, str]:
