@@ -21,7 +21,7 @@ def test_histories_leave_every_buffer_as_the_original_does(qwen: Engine, seed: i
     with applied("greedy-tail"), counted(patch.count) as counts:
         patched = qwen.run(seed, kind, pad_to)
     assert_equal(stock, patched)
-    assert counts["hit"] >= 3
+    assert counts["hit"] > (20 if kind == "greedy" else 0)
     assert counts["refused: prompt not finished" if kind == "greedy" else "refused: temperature"] > 0
 
 
