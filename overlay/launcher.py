@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -173,8 +174,9 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
         return _stock(rest, flags)
     catalog = _catalog(settings)
     cache = SourceCache(_cache_folder() / "fingerprints.json")
-    recorded = _recorded(facts) if settings.records else {}
+    recorded, kept = _records(facts) if settings.records else ({}, [])
     plan = make_plan(facts, settings, catalog, args, rest, cache, recorded, environ, server)
+    plan = replace(plan, notes=(*plan.notes, *kept))
     if flags.overlay_dry_run or planned_elsewhere:
         from overlay.show import print_plan
 
@@ -248,12 +250,11 @@ def _missing_points(facts: Any) -> list[str]:
     return missing_points(str(Path(facts.build.root).parent))
 
 
-def _recorded(facts: Any) -> dict[str, str]:
-    try:
-        from overlay.records import against
-    except ImportError:
-        return {}
-    return against(facts)
+def _records(facts: Any) -> tuple[dict[str, str], list[str]]:
+    """What kept comparisons say of this hardware, model and build: against which patches, and in a line each."""
+    from overlay.records import against, lines
+
+    return against(facts), lines(facts)
 
 
 def _stock(rest: list[str], flags: argparse.Namespace) -> NoReturn | int:
@@ -267,12 +268,21 @@ def _stock(rest: list[str], flags: argparse.Namespace) -> NoReturn | int:
     if build.distribution not in (None, "vllm"):
         environ["OVERLAY_DISTRIBUTION"] = build.distribution
     if flags.overlay_exec:
-        return _exec(rest, environ)
+        return _exec(_carried(rest, build.distribution), environ)
     return _exec([sys.executable, str(BOOTSTRAP / "carry.py"), "serve", *rest], environ)
 
 
 def _command(facts: Any, words: list[str], server: bool) -> list[str]:
-    return [sys.executable, str(BOOTSTRAP / "carry.py"), "serve", *words] if server else words
+    if server:
+        return [sys.executable, str(BOOTSTRAP / "carry.py"), "serve", *words]
+    return _carried(words, facts.build.distribution)
+
+
+def _carried(command: list[str], distribution: str | None) -> list[str]:
+    """``vllm bench ...`` of a build that cannot find its own version under the name vllm: through our copy of that script."""
+    if Path(command[0]).name == "vllm" and distribution not in (None, "vllm"):
+        return [sys.executable, str(BOOTSTRAP / "carry.py"), *command[1:]]
+    return command
 
 
 def _clean(environ: dict[str, str]) -> dict[str, str]:
@@ -353,10 +363,8 @@ def _keep(folder: Path, plan: Any, catalog: dict[str, Entry], told: dict[str, An
 
 
 def _warn(plan: Any, environ: dict[str, str]) -> None:
-    try:
-        from overlay.detect.environment import warnings
-    except ImportError:
-        return
+    from overlay.detect.environment import warnings
+
     for line in warnings(environ, plan.facts.build):
         print(f"overlay: warning: {line}", file=sys.stderr)
 

@@ -36,6 +36,9 @@ def plan_json(
                 "file": str(entry.file),
                 "advert": decision.advert,
                 "notes": list(decision.contribution.notes) if decision.contribution else [],
+                "contribution": {"args": dict(decision.contribution.args), "env": dict(decision.contribution.env)}
+                if decision.contribution
+                else None,
             }
         )
     return {

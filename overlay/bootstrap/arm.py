@@ -33,6 +33,8 @@ def arm(value: str) -> Any:
     """Install the import hooks for the orders in ``value`` and return their finder. Called once."""
     from overlay import hooks, vllm_hooks
 
+    if os.environ.get("OVERLAY_DISTRIBUTION"):
+        import overlay.bootstrap.carry  # noqa: F401 - answers for the name vllm, also in programs that are not the server
     orders = unpack(value)
     folder: str | None = os.environ.get("OVERLAY_RUN_DIR") or None
     if folder is not None:

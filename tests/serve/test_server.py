@@ -218,3 +218,12 @@ def test_an_offline_program_runs_under_the_same_patches(tmp_path: Path, stock: l
     worker = next(r for r in receipts if "worker" in r["role"])
     assert worker["patches"]["block-table-dirty"]["verified"] is True
     assert counters[worker["pid"]]["block-table-dirty"]["hit"] > 5
+
+
+@pytest.mark.parametrize("config", [[], ["--overlay-config", str(ROOT / "configs/off.yaml")]], ids=["patched", "stock"])
+def test_vllms_other_commands_run_on_a_build_of_another_distribution(config: list[str]):
+    command = [sys.executable, str(ROOT / "launch.py"), *config, "--overlay-exec", "--"]
+    command += [str(Path(sys.executable).parent / "vllm"), "--version"]
+    done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-1].startswith("0.32.0")
