@@ -20,13 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-from triton.backends import backends  # noqa: E402 - after the environment
-
-backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None))
-
-import numpy as np  # noqa: E402
+import numpy as np  # noqa: E402 - after the environment
+from triton.backends import backends  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
+backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None))
 
 _load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
 
