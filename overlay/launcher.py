@@ -166,6 +166,8 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
     if not planned_elsewhere:
         _check_build(facts)
     if server and args is not None and (args.help or (args.error and not flags.overlay_dry_run)):
+        if args.error and not args.help:
+            print(f"overlay: vLLM will refuse this command line: {args.error}", file=sys.stderr)
         return _stock(rest, flags)  # vLLM's own help and vLLM's own complaint
     if server and not planned_elsewhere:
         _check_model(args, facts)
@@ -176,7 +178,7 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
     cache = SourceCache(_cache_folder() / "fingerprints.json")
     recorded, kept = _records(facts) if settings.records else ({}, [])
     plan = make_plan(facts, settings, catalog, args, rest, cache, recorded, environ, server)
-    plan = replace(plan, notes=(*plan.notes, *kept))
+    plan = replace(plan, notes=(*plan.notes, *(args.warnings if args is not None else ()), *kept))
     if flags.overlay_dry_run or planned_elsewhere:
         from overlay.show import print_plan
 
@@ -365,7 +367,7 @@ def _keep(folder: Path, plan: Any, catalog: dict[str, Entry], told: dict[str, An
 def _warn(plan: Any, environ: dict[str, str]) -> None:
     from overlay.detect.environment import warnings
 
-    for line in warnings(environ, plan.facts.build):
+    for line in (*warnings(environ, plan.facts.build, plan.facts.hardware), *plan.facts.hardware.notes):
         print(f"overlay: warning: {line}", file=sys.stderr)
 
 

@@ -199,7 +199,12 @@ class _Planner:
             return say(Verdict.REFUSED, str(drift))
         if patch.kind is not Kind.CONFIG and not targets:
             return say(Verdict.INAPPLICABLE, f"none of its targets is in vLLM {self.facts.build.version}")
-        reason = f"verified on {', '.join(sorted(builds))}" if builds else "adds to vLLM's own configuration"
+        if builds:
+            reason = f"verified on {', '.join(sorted(builds))}"
+        elif targets:
+            reason = "its targets' sources are not here to read: each process checks its live code"
+        else:
+            reason = "adds to vLLM's own configuration"
         if drifted:
             reason += f"; drift accepted at {', '.join(drifted)}"
         if deferred:

@@ -210,6 +210,9 @@ def prepare(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     state.mirror(instance, positions, offsets)
     result = (state.logits_indices(number), None, *fast.rest)
     count.hit()
+    if not fast.dispatched:
+        fast.dispatched = True
+        fast.say(f"dispatched its first decode step ({number} requests)")
     if options(PATCH.id).get("shadow"):
         return _shadow(wrapped, instance, args, kwargs, result)
     return result
@@ -233,7 +236,14 @@ class Fast:
         self.state: Any = None
         self.problem = ""
         self.compiled = False
+        self.dispatched = False
         self.rest: tuple[int, ...] | None = None
+
+    def say(self, what: str) -> None:
+        """One line in vLLM's log: which of "may be used" and "is used" is true can be told from it."""
+        import logging
+
+        logging.getLogger("vllm.overlay").info("%s: %s", PATCH.id, what)
 
     def state_for(self, runner: Any) -> Any | None:
         """The buffers' state, rebuilt where they moved; None where they are not as expected (see ``problem``)."""
@@ -246,6 +256,7 @@ class Fast:
         try:
             self.state = DecodeState(runner)
             count.add("built")
+            self.say("reserved its decode input state")  # eligible, not yet used
         except Unsupported as problem:
             self.state, self.problem = None, str(problem)
             return None
