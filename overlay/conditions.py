@@ -26,8 +26,9 @@ def failures(condition: Condition, facts: Facts, module: ModuleType) -> Iterator
     build = facts.build
     if condition.vllm and in_range(build.public, condition.vllm) is False:
         yield "build.version", f"vLLM {build.version} is outside {condition.vllm}"
+    plugins = {_same(name): version for name, version in build.plugins.items()}
     for name, wanted in condition.plugins.items():
-        have = build.plugins.get(name)
+        have = plugins.get(_same(name))
         if have is None:
             yield "build.plugins", f"the plugin {name} is not installed"
         elif in_range(public(have), wanted) is False:
@@ -50,6 +51,11 @@ def failures(condition: Condition, facts: Facts, module: ModuleType) -> Iterator
         reason = getattr(module, condition.also)(facts)
         if reason:
             yield "also", reason
+
+
+def _same(name: str) -> str:
+    """A distribution's name as PEP 503 compares names."""
+    return name.lower().replace("_", "-").replace(".", "-")
 
 
 def _one_of(facts: Facts, path: str, allowed: tuple[str, ...], what: str) -> Iterator[tuple[str, str]]:

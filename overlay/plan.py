@@ -193,8 +193,9 @@ class _Planner:
             if contribution.nothing:
                 return say(Verdict.INAPPLICABLE, contribution.nothing)
         try:
-            targets, builds, drifted = self._targets(patch.targets, name)
-            assumes, _, _ = self._targets(patch.assumes, name)
+            late = bool(patch.after_call)
+            targets, builds, drifted = self._targets(patch.targets, name, late)
+            assumes, _, _ = self._targets(patch.assumes, name, late)
         except _Drift as drift:
             return say(Verdict.REFUSED, str(drift))
         if patch.kind is not Kind.CONFIG and not targets:
@@ -213,8 +214,14 @@ class _Planner:
             Verdict.APPLY, reason, targets=targets, assumes=assumes, contribution=contribution, deferred=deferred
         )
 
-    def _targets(self, targets: Iterable[Target], name: str) -> tuple[dict[str, str], set[str], list[str]]:
-        """Target -> digest found in the source, the builds it was verified on, and accepted drift. Raises _Drift."""
+    def _targets(
+        self, targets: Iterable[Target], name: str, late: bool
+    ) -> tuple[dict[str, str], set[str], list[str]]:
+        """Target -> digest found in the source, the builds it was verified on, and accepted drift. Raises _Drift.
+
+        late: the build replaces its own code at run time before the patch is applied, so that its source need not say
+        what will be live: what is not verified here is left to the processes.
+        """
         found: dict[str, str] = {}
         builds: set[str] = set()
         drifted = []
@@ -223,7 +230,9 @@ class _Planner:
                 continue
             if not target.fingerprints and target.module.partition(".")[0] not in ("vllm", "vllm_ascend", "vllm_hcu"):
                 raise _Drift(f"{target.at}: no fingerprint on record")
-            digest = self._source_digest(target)
+            digest = self._source_digest(target, late)
+            if late and digest not in target.fingerprints.values():
+                digest = None
             if digest is None:
                 # nothing to read here (facts of another machine): the processes check their live code
                 found[target.at] = "unread"
@@ -242,7 +251,7 @@ class _Planner:
             found[target.at] = digest
         return found, builds, drifted
 
-    def _source_digest(self, target: Target) -> str | None:
+    def _source_digest(self, target: Target, late: bool) -> str | None:
         """None where this machine has no such source to read, or where the live code is replaced after import."""
         if self.root is None:
             return None
@@ -252,6 +261,8 @@ class _Planner:
                 return None
             return self.cache.digest(root, target.module, target.qualname)
         except MissingTarget as error:
+            if late:
+                return None  # a name that the build makes at run time
             raise _Drift(f"{target.at} is missing in this build: {error}") from error
 
     def _root_of(self, package: str) -> str | None:

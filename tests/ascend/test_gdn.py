@@ -148,7 +148,8 @@ def _operators():
         output.copy_(x * weight.sum(0))
 
     def rule(query, key, value, state, *, beta=None, scale=None, g=None, **_):
-        mixed = (2 * query.float() + key.float() * key.float()).cumsum(-1).sum(-1, keepdim=True).repeat_interleave(VALUE_HEADS // HEADS, 1)
+        mixed = (2 * query.float() + key.float() * key.float()).cumsum(-1).sum(-1, keepdim=True)
+        mixed = mixed.repeat_interleave(VALUE_HEADS // HEADS, 1)
         return (value.float() * mixed * scale + beta.float()[..., None] + g.float()[..., None]).to(value.dtype)
 
     library.impl("npu_causal_conv1d_custom", conv, "CPU")

@@ -152,3 +152,14 @@ def test_fused_mc2_excludes_the_side_stream_and_keeps_the_512_token_limit(tmp_pa
         code=78,
     )
     assert "refused" in {decisions(both)[name][0] for name in ("ascend-fused-mc2", "ascend-shared-expert-stream")}
+
+
+@pytest.mark.ascend
+def test_code_that_the_build_replaces_at_run_time_is_left_to_the_processes(tmp_path: Path):
+    """With the real sources at hand: their text is not what will be live, and no patch is refused for it."""
+    from importlib.machinery import PathFinder
+
+    root = str(Path(PathFinder.find_spec("vllm").origin).parent)
+    found = decisions(plan(facts=changed(tmp_path, build={"root": root})))
+    assert {name: reason for name, (verdict, reason) in found.items() if verdict == "refused"} == {}
+    assert found["ascend-snapshot-copy"][0] == "apply"
