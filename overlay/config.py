@@ -57,7 +57,7 @@ KEYS = {
     "records": bool,
 }
 PROFILE_KEYS = {**KEYS, "for": dict, "description": str}
-FOR_KEYS = ("platforms", "archs", "architectures", "plugins")
+FOR_KEYS = ("platforms", "archs", "architectures", "plugins", "facts")
 _CHOICES = {"exactness": tuple(e.value for e in Exactness), "on_refusal": ("skip", "stop")}
 _NAMES = {bool: "true or false", str: "text", dict: "a mapping", list: "a list"}
 
@@ -222,11 +222,29 @@ def _misfit(wanted: Mapping[str, Any], facts: Facts, path: Path) -> str | None:
     for key, values in wanted.items():
         if key not in FOR_KEYS:
             raise ConfigError(f"{path}: for: unknown key {key!r}{nearest(str(key), FOR_KEYS)}")
+        if key == "facts":
+            if (misfit := _wrong_fact(values, facts, path)) is not None:
+                return misfit
+            continue
         if not isinstance(values, list):
             raise ConfigError(f"{path}: for.{key}: expected a list, found {values!r}")
         if not set(values) & set(have[key]):
             found = ", ".join(str(value) for value in have[key]) or "none"
             return f"{key}: wanted {' or '.join(map(str, values))}, found {found}"
+    return None
+
+
+def _wrong_fact(wanted: Any, facts: Facts, path: Path) -> str | None:
+    """The first fact that is not as a profile wants it: dotted path -> value."""
+    if not isinstance(wanted, dict):
+        raise ConfigError(f"{path}: for.facts: expected a mapping of facts to values, found {wanted!r}")
+    for name, value in wanted.items():
+        try:
+            have = facts.get(str(name))
+        except KeyError as error:
+            raise ConfigError(f"{path}: for.facts: {name}: no such fact") from error
+        if have != value:
+            return f"{name}: wanted {value}, found {'unknown' if have is None else have}"
     return None
 
 

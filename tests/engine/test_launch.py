@@ -126,6 +126,21 @@ def test_a_profile_for_other_hardware_is_refused():
     refused(done, 2, "dcu-gfx936", "other hardware", "found cpu")
 
 
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("for: {facts: [1]}\n", "for.facts: expected a mapping"),
+        ("for: {facts: {serving.no_such: 1}}\n", "serving.no_such: no such fact"),
+        ("for: {platform: [cpu]}\n", "did you mean 'platforms'"),
+        ("for: {platforms: cpu}\n", "for.platforms: expected a list"),
+    ],
+)
+def test_a_bad_profile_is_refused_with_its_key(tmp_path: Path, text: str, part: str):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    refused(launch(str(CHECKPOINT), "--overlay-profile", str(file), "--overlay-dry-run"), 2, str(file), part)
+
+
 def test_a_patch_that_the_user_named_and_that_cannot_apply_stops_the_launch(tmp_path: Path):
     done = launch(str(CHECKPOINT), "--enforce-eager", "--overlay-patches", "+sampler-staged-writes")
     refused(done, 78, "cannot apply what you asked for", "sampler-staged-writes: inapplicable: the model runner is V1")

@@ -85,6 +85,13 @@ def test_the_profile_is_for_gfx936_and_this_model_alone(tmp_path, capsys):
     assert "architectures" in said and "Qwen3_5ForConditionalGeneration" in said and "Traceback" not in said
 
 
+def test_the_profile_is_for_one_device_alone(tmp_path, capsys):
+    file = changed(tmp_path, "dcu-fork-0.18.1", serving={"tensor_parallel": 2})
+    assert plan(file)["settings"]["profile"] != "dcu-gfx936"
+    assert main(["--overlay-facts", str(file), "--overlay-dry-run", "--overlay-profile", "dcu-gfx936", "m"]) == 2
+    assert "serving.tensor_parallel: wanted 1, found 2" in capsys.readouterr().err
+
+
 # --- with sources ------------------------------------------------------------------------------------------------------
 
 

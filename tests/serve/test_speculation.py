@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from overlay.ledger import read_run
@@ -37,9 +39,11 @@ def test_answers_under_speculation_equal_the_stock_servers_and_the_mask_cache_is
     flags = ["--speculative-config", SPECULATION]
     with Server([*flags, "--overlay-config", str(ROOT / "configs/off.yaml")]).wait_healthy() as server:
         stock = answers(server)
+        stock_exit = server.stop(signal.SIGTERM)
     with Server([*flags, "--overlay-patches", "+min-tokens-mask-cache,+block-table-dirty"]).wait_healthy() as server:
         assert answers(server) == stock
         receipts, counters = read_run(str(server.run))
+        assert server.stop(signal.SIGTERM) == stock_exit
     worker = next(r for r in receipts if "worker" in r["role"])
     assert worker["patches"]["min-tokens-mask-cache"]["verified"] is True
     assert counters[worker["pid"]]["min-tokens-mask-cache"]["hit"] > 5, counters
