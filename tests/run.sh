@@ -11,14 +11,17 @@ ascend=$(PATH="$(dirname "$python"):$PATH" tests/testbeds/make_ascend_env.sh | t
 started=$SECONDS
 status=0
 export OMP_NUM_THREADS=1
-# Booting servers is one core's work: they go beside everything else.
-served=$(mktemp)
-"$python" -m pytest -q --durations 12 tests/serve >"$served" 2>&1 &
-beside=$!
+# Two streams on two cores: the servers and the Ascend environment go beside everything else.
+log=$(mktemp)
+(
+    beside=0
+    "$python" -m pytest -q --durations 12 tests/serve || beside=$?
+    "$ascend" -m pytest -q --durations 5 tests/ascend || beside=$?
+    exit $beside
+) >"$log" 2>&1 &
 "$python" -m pytest -q --durations 12 --ignore tests/ascend --ignore tests/serve tests || status=$?
-"$ascend" -m pytest -q --durations 5 tests/ascend || status=$?
-wait $beside || status=$?
-cat "$served"
-rm -f "$served"
+wait $! || status=$?
+cat "$log"
+rm -f "$log"
 echo "tests took $((SECONDS - started)) s"
 exit $status
