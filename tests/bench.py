@@ -21,6 +21,7 @@ from overlay.bootstrap.arm import pack  # noqa: E402
 from overlay.vllm_hooks import POINTS  # noqa: E402
 from tests.server import CHECKPOINT  # noqa: E402
 
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compiling our files anew at each start is not what a user sees
 BOOTSTRAP = str(ROOT / "overlay/bootstrap")
 NEVER = {"digest": "bench", "runner": "V1", "patches": []}
 
