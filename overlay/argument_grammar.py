@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from overlay import folders
+
 FORMAT = 3  # of the cache files
 
 BOOL, INT, FLOAT, STR, JSON, JSON_OR_STR = "bool", "int", "float", "str", "json", "json or str"
@@ -176,7 +178,7 @@ def _cache_file(root: Path, cache: str | Path | None) -> Path:
     """The cache's file for these sources: its name changes with any of their paths, sizes and times, and with this file."""
     import hashlib
 
-    folder = Path(cache) if cache else _user_cache()
+    folder = Path(cache) if cache else folders.cache()
     parts = [str(FORMAT)]
     here = Path(__file__)
     sources = [here, here.with_name("argument_source.py"), root / "utils/argparse_utils.py", root / "engine/arg_utils.py"]
@@ -190,7 +192,3 @@ def _cache_file(root: Path, cache: str | Path | None) -> Path:
             continue
         parts.append(f"{path}|{about.st_size}|{about.st_mtime_ns}")
     return folder / f"grammar-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:24]}.json"
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-overlay"

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from overlay import folders
 from overlay.catalog import CatalogError, Entry, load_catalog
 from overlay.config import ConfigError, Settings, check_against, user_settings, with_profile
 
@@ -175,7 +176,7 @@ def _launch(flags: argparse.Namespace, rest: list[str], settings: Settings, star
     if not settings.enabled and not flags.overlay_dry_run:
         return _stock(rest, flags)
     catalog = _catalog(settings)
-    cache = SourceCache(_cache_folder() / "fingerprints.json")
+    cache = SourceCache(folders.cache() / "fingerprints.json")
     recorded, kept = _records(facts) if settings.records else ({}, [])
     plan = make_plan(facts, settings, catalog, args, rest, cache, recorded, environ, server)
     plan = replace(plan, notes=(*plan.notes, *(args.warnings if args is not None else ()), *kept))
@@ -314,10 +315,6 @@ def _environment(plan: Any, folder: Path | None, environ: dict[str, str]) -> dic
     return added
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-overlay"
-
-
 def _run_folder(wanted: Path | None) -> Path:
     """A fresh folder for this run's receipts and counters. Raises Stop where the user's own cannot be used."""
     if wanted is not None:
@@ -331,7 +328,7 @@ def _run_folder(wanted: Path | None) -> Path:
         return wanted
     import tempfile
 
-    for parent in (_cache_folder() / "runs", Path(tempfile.gettempdir()) / f"vllm-overlay-runs-{os.getuid()}"):
+    for parent in (folders.runs(), Path(tempfile.gettempdir()) / f"vllm-overlay-runs-{os.getuid()}"):
         try:
             parent.mkdir(parents=True, exist_ok=True)
             stamp = time.strftime("%Y%m%d-%H%M%S")

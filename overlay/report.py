@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
+from overlay import folders
 from overlay.ledger import read_run
 
 
 def latest_run() -> Path | None:
     """The newest run folder of this user, or None."""
-    parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-overlay" / "runs"
+    parent = folders.runs()
     runs = sorted(path for path in parent.glob("*-*") if path.is_dir()) if parent.is_dir() else []
     return runs[-1] if runs else None
 
