@@ -61,6 +61,7 @@ TIMED = {
 STEP = ("v2.execute_model", "v1.execute_model")
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "hipLaunchKernel")
 COPIES = ("cudaMemcpyAsync", "cudaMemcpy", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "hipMemcpyAsync")
+SMALL_GRAPH = 16  # nodes
 FILLS = ("cudaMemsetAsync", "cuMemsetD8Async", "cuMemsetD32Async")
 
 
@@ -128,7 +129,7 @@ class Probe:
             return None
         return self._timers.finish()
 
-    def probe_profile(self, on: bool, rows: int = 30) -> list[str] | None:
+    def probe_profile(self, on: bool, rows: int = 90) -> list[str] | None:
         """cProfile of the engine's thread: its heaviest functions by own time."""
         import cProfile
         import io
@@ -173,7 +174,8 @@ def _forget(root: Any, depth: int = 0, seen: set[int] | None = None) -> None:
             delattr(root, name)
         elif isinstance(value, (list, tuple)):
             for item in value:
-                _forget(item, depth + 1, seen)
+                for inner in item if isinstance(item, (list, tuple)) else (item,):
+                    _forget(inner, depth + 1, seen)
         else:
             _forget(value, depth + 1, seen)
 
@@ -273,7 +275,10 @@ class _Timers:
 
 
 def summarise_trace(events: Any) -> dict[str, Any]:
-    """Per decode step, delimited by graph launches: calls outside the graph, busy and idle time of the device."""
+    """Per decode step, delimited by the launches of the model's graph: calls outside it, busy and idle time of the device.
+
+    A graph of few nodes is a patch's: its launch counts as a launch, its copies and fills as such.
+    """
     graphs, calls, kernels = [], [], []
     for event in events:
         name = event.name()
@@ -284,13 +289,16 @@ def summarise_trace(events: Any) -> dict[str, Any]:
             graphs.append((event.start_ns(), event.correlation_id()))
         elif name in LAUNCHES or name in COPIES or name in FILLS:
             calls.append((event.start_ns(), name, event.correlation_id()))
-    graphs.sort()
+    nodes = Counter(correlation for _, _, _, correlation in kernels)
+    small = [(at, "small graph", correlation) for at, correlation in graphs if nodes[correlation] <= SMALL_GRAPH]
+    graphs = sorted(graph for graph in graphs if nodes[graph[1]] > SMALL_GRAPH)
     if len(graphs) < 12:
         return {"graph_launches": len(graphs), "calls": dict(Counter(n for _, n, _ in calls).most_common(8))}
     inside = graphs[4:-4]  # away from prefill and from the end
     begin, end, steps = inside[0][0], inside[-1][0], len(inside) - 1
-    within = [(name, correlation) for at, name, correlation in calls if begin <= at < end]
+    within = [(name, correlation) for at, name, correlation in (*calls, *small) if begin <= at < end]
     outside = {correlation for _, correlation in within}
+    in_small = {correlation for name, correlation in within if name == "small graph"}
     of_graph = {correlation for _, correlation in inside[:-1]}
     ours = sorted(k for k in kernels if k[3] in of_graph or k[3] in outside)
     busy, last, gaps = 0, None, []
@@ -306,18 +314,27 @@ def summarise_trace(events: Any) -> dict[str, Any]:
             busy += stop - last
             last = stop
     span = (last - first) if ours else 0
-    names = Counter(n for _, _, n, c in ours if c in outside)
+    spent: dict[str, list[int]] = defaultdict(list)
+    for start, stop, name, correlation in ours:
+        if correlation in outside:
+            spent[name[:70]].append(stop - start)
+    inner = Counter("copy" if "Memcpy" in n else "fill" if "Memset" in n else "kernel" for _, _, n, c in ours if c in in_small)
     return {
         "steps": steps,
-        "launches_per_step": round(sum(n in LAUNCHES for n, _ in within) / steps, 2),
-        "copies_per_step": round(sum(n in COPIES for n, _ in within) / steps, 2),
-        "fills_per_step": round(sum(n in FILLS for n, _ in within) / steps, 2),
+        "launches_per_step": round(sum(n in LAUNCHES or n == "small graph" for n, _ in within) / steps, 2),
+        "of_these_small_graphs": round(len(in_small) / steps, 2),
+        "nodes_of_small_graphs_per_step": {kind: round(number / steps, 2) for kind, number in inner.items()},
+        "copies_per_step": round((sum(n in COPIES for n, _ in within) + inner["copy"]) / steps, 2),
+        "fills_per_step": round((sum(n in FILLS for n, _ in within) + inner["fill"]) / steps, 2),
         "busy_us": round(busy / steps / 1e3, 1),
         "span_us": round(span / steps / 1e3, 1),
         "idle_us": round((span - busy) / steps / 1e3, 1),
         "largest_gaps_us": [round(g / 1e3, 1) for g in sorted(gaps, reverse=True)[:5]],
         "gaps_over_20us_per_step": round(sum(g > 20_000 for g in gaps) / steps, 2),
-        "outside_the_graph": {n[:70]: round(c / steps, 2) for n, c in names.most_common(24)},
+        "outside_the_graph": {
+            name: {"per_step": round(len(times) / steps, 2), "median_us": round(statistics.median(times) / 1e3, 2)}
+            for name, times in sorted(spent.items(), key=lambda item: -len(item[1]))[:24]
+        },
     }
 
 
@@ -425,10 +442,10 @@ def measure(bench: Bench, patches: list[str], options: dict[str, Any], batches: 
             bench.generate(batch, args.tokens)
             entry[arm] = {"trace": trace, "host": bench.rpc("probe_timers", False)}
             entry[arm]["front"] = bench.front(batch, args.tokens)
-            if arm == "stock" and args.cprofile:
+            if args.cprofile:
                 bench.rpc("probe_profile", True)
-                bench.generate(batch, args.trace_tokens)
-                entry["cprofile"] = bench.rpc("probe_profile", False)
+                bench.generate(batch, args.tokens)
+                entry[arm]["cprofile"] = bench.rpc("probe_profile", False)
             if arm == "patched":
                 entry["counters"] = {k: v for k, v in bench.rpc("probe_counters").items() if k in patches}
                 bench.rpc("probe_rollback")
@@ -472,14 +489,20 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=450, help="start no further engine after this long")
     parser.add_argument("--boot-seconds", type=float, default=110, help="time to allow for one engine's start")
     parser.add_argument("--exact", action="store_true", help="compare token ids only, in one process, nothing timed")
+    parser.add_argument("--shadow", action="store_true", help="patches compare with the original at every step where they can")
     parser.add_argument("--no-cprofile", dest="cprofile", action="store_false")
     parser.add_argument("--setting", action="append", default=[], help="further LLM setting, name=JSON")
     return parser.parse_args()
 
 
-def main(description: str | None, runner: str, patches: list[str], options: dict[str, Any]) -> None:
+def main(description: str | None, runner: str, patches: list[str]) -> None:
     """Everything of one script: ``runner`` is V1 or V2, ``patches`` those of the patched arm, in order."""
+    from overlay.catalog import load_catalog
+
     args = arguments(description)
+    catalog = load_catalog()
+    shadowed = [name for name in patches if args.shadow and "shadow" in catalog[name].patch.options]
+    options: dict[str, Any] = {name: {"shadow": True} for name in shadowed}
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "V2" else "0"
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")

@@ -1,92 +1,86 @@
-"""TPOT of served models, stock against the GEMM patches, arms resident side by side and measured in turns.
+"""TPOT of served models, stock against the overlay's arms, arms resident side by side and measured in turns.
 
-    python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan qwen3-0.6b:stock,tiles qwen3-4b:stock,tiles --seconds 120
+    python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan qwen3-0.6b:stock,host,tiles,all [qwen3-4b:...] --boots 3
+    python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan qwen3.5-27b:stock then qwen3.5-27b:tiles --boots 2
 
-Every arm is an engine of its own (its own process, vLLM's defaults: torch.compile, graphs, asynchronous scheduling), all
-on one GPU and idle but for the one that is measured. Figures: TPOT in ms as (time of 8 + N tokens - time of 8 tokens) / N
-for a batch of equal requests, so that prefill and start of a request cancel out. Weights are random, of one seed.
+Arms (``arms.py``): ``stock`` without the launcher; ``host`` what ``profile: auto`` gives of bitwise patches; ``tiles`` only
+gemm-tiles; ``all`` both. Every arm but stock is started through ``launch.py --overlay-exec``. It is an engine of its own (its
+own processes and compile caches; vLLM's defaults: torch.compile, graphs, asynchronous scheduling) on one GPU, idle but for
+the moments in which it is measured. ``then`` ends a wave: its engines are gone before the next wave's are built. ``MODEL+spec``
+is the model under n-gram speculation (K = 4) on a text that repeats.
+
+Figures: TPOT in ms as (time of 8 + N tokens - time of 8 tokens) / N for a batch of equal requests, so that prefill and
+start of a request cancel out. Weights are random, of one seed. Boots are the samples: ``--boots N`` goes through the whole
+plan N times with fresh engines, and the ratio to stock is taken within a boot.
+
+An arm whose patches were not in force in its worker is reported with ``!!!`` and under ``problems``. The file is written
+after every round, so that what was measured before a time limit is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
-import statistics
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-ARMS = {"stock": [], "tiles": ["gemm-tiles"]}
-MODULES = {"gemm-tiles": "patches.common.gemm_tiles"}
-# Puts an arm's patches into force in every process of its engine, by their real specifications and fingerprints.
-HOOK = """
-import importlib, importlib.abc, importlib.util, os, sys
-sys.path.append({root!r})
-patches = {{}}
-for name in os.environ.get("ARM_MODULES", "").split():
-    module = importlib.import_module(name)
-    for target in module.PATCH.targets:
-        if module not in patches.setdefault(target.module, []):
-            patches[target.module].append(module)
 
-def apply(name):
-    from overlay.apply import Application
-    import json
-    from overlay.ledger import bind
-    os.makedirs(os.environ["ARM_COUNTS"], exist_ok=True)
-    bind(os.environ["ARM_COUNTS"])
-    options = json.loads(os.environ["ARM_OPTIONS"])
-    for module in list(patches[name]):
-        if all(target.module in sys.modules for target in module.PATCH.targets):
-            patches[name].remove(module)
-            Application(module.PATCH, module, options=options).apply()
-            print("ARM applied", module.PATCH.id, os.getpid(), file=sys.stderr, flush=True)
+from ab_runs.gpu import arms  # noqa: E402
+from ab_runs.gpu.boots import lines, summary  # noqa: E402
+from ab_runs.gpu.resident import Resident  # noqa: E402
 
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name not in patches:
-            return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            sys.meta_path.insert(0, self)
-        run = spec.loader.exec_module
-        def execute(module):
-            run(module)
-            apply(name)
-        spec.loader.exec_module = execute
-        return spec
-
-if patches:
-    sys.meta_path.insert(0, Finder())
-"""
+# What a model needs beside vLLM's defaults, by folder name.
+# qwen3.5-27b: a multimodal model without processor files, served as text only; FlashInfer's prefill kernel would be compiled
+# at run time, from sources that are not everywhere; every request holds a Mamba block of each group (51 MB), and vLLM wants
+# as many blocks as max_num_seqs.
+OF_MODEL: dict[str, dict[str, Any]] = {
+    "qwen3.5-27b": {
+        "language_model_only": True,
+        "gdn_prefill_backend": "triton",
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 4096,
+        "kv_cache_memory_bytes": 3 * 2**30,
+    },
+}
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def child(args: argparse.Namespace) -> None:
-    """One arm: builds the engine when told to, says ready, then answers one measurement a line."""
+    """One arm: imports vLLM, builds the engine when told to, then answers one measurement a line. Ends with its stdin."""
+    import importlib.metadata
     import random
 
-    from vllm import LLM, SamplingParams
+    import torch
+    from vllm import LLM, SamplingParams, __version__
 
-    sys.stdin.readline()
-
-    speculative = (
-        {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1} if args.spec else None
-    )
-    engine = LLM(
-        model=args.model, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=(3 if "27b" in args.model else 1) * 2**30, seed=0,
-        speculative_config=speculative, disable_log_stats=True,
-    )  # fmt: skip
+    print("\nIMPORTED {}", flush=True)
+    if sys.stdin.readline().strip() != "go":
+        return
+    settings: dict[str, Any] = {
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": 2048,
+        # only asked for at the start, and other engines hold the rest of the card; the cache's size is given
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 2**30,
+        "seed": 0,
+        "disable_log_stats": True,
+        **OF_MODEL.get(Path(args.model).name, {}),
+        **({"speculative_config": SPECULATION} if args.spec else {}),
+        **dict(args.setting),
+    }
+    engine = LLM(model=args.model, **settings)
     chance = random.Random(1)
 
-    def generate(batch: int, tokens: int) -> tuple[float, list]:
+    def generate(batch: int, tokens: int) -> tuple[float, list[list[int]]]:
         if args.spec:  # a text that repeats, so that the lookup drafts at every step
             prompts = [{"prompt_token_ids": [100 + i, 200, 300, 400] * 40} for i in range(batch)]
         else:
@@ -96,161 +90,198 @@ def child(args: argparse.Namespace) -> None:
         outputs = engine.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
 
-    for batch in (1, 2, 4, 8):
+    for batch in map(int, args.batches.split(",")):
         generate(batch, 24)
     fixed = [{"prompt_token_ids": [7 * i % 19000 + 500 for i in range(64)]}]
-    same = engine.generate(
-        fixed, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False), use_tqdm=False
-    )
-    print("READY " + json.dumps(list(same[0].outputs[0].token_ids)), flush=True)
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    same = engine.generate(fixed, params, use_tqdm=False)
+    ready = {
+        "tokens": list(same[0].outputs[0].token_ids),
+        "launched": bool(os.environ.get("OVERLAY_PLAN")),
+        "v2": getattr(engine.llm_engine.vllm_config, "use_v2_model_runner", None),
+        "versions": {"vllm": __version__, "torch": torch.__version__, "triton": _version(importlib.metadata, "triton")},
+        "settings": {key: value for key, value in settings.items() if key != "speculative_config"},
+    }
+    print("\nREADY " + json.dumps(ready), flush=True)
     for line in sys.stdin:
         if line.startswith("quit"):
             break
         batch, tokens = (int(word) for word in line.split())
         short, _ = generate(batch, 8)
-        long, _ = generate(batch, 8 + tokens)
-        print("TIME " + json.dumps({"tpot_ms": (long - short) / tokens * 1000, "short_ms": short * 1000}), flush=True)
+        long, ids = generate(batch, 8 + tokens)
+        answers = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:12]
+        found = {"tpot_ms": (long - short) / tokens * 1000, "short_ms": short * 1000, "answers": answers}
+        print("\nTIME " + json.dumps(found), flush=True)
 
 
-class Arm:
-    def __init__(self, model: str, arm: str, spec: bool, args: argparse.Namespace, work: Path) -> None:
-        self.model, self.arm, self.name = model, arm, f"{model} {arm}" + (" spec" if spec else "")
-        hook = work / "hook"
-        hook.mkdir(parents=True, exist_ok=True)
-        (hook / "sitecustomize.py").write_text(HOOK.format(root=str(ROOT)))
-        self.kind = model + (" spec" if spec else "")
-        slug = self.name.replace(" ", "-")
-        environment = dict(
-            os.environ, VLLM_CACHE_ROOT=str(work / f"cache-{slug}"), TORCHINDUCTOR_CACHE_DIR=str(work / f"inductor-{slug}")
-        )
-        if ARMS[arm]:
-            environment |= {
-                "ARM_MODULES": " ".join(MODULES[patch] for patch in ARMS[arm]),
-                "ARM_OPTIONS": json.dumps({"tables": str(args.tables)} if args.tables else {}),
-                "ARM_COUNTS": str(work / f"counts-{slug}"),
-            }
-            environment["PYTHONPATH"] = f"{hook}:{environment.get('PYTHONPATH', '')}"
-        command = [sys.executable, __file__, "--child", "--model", str(args.models / model)] + (["--spec"] if spec else [])
-        self.log = work / f"{slug}.log"
-        self.started = time.monotonic()
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log.open("w"),
-            text=True,
-            bufsize=1,
-        )
-        self.times: dict[int, list[dict]] = {}
-        self.tokens: list[int] = []
-        self.boot = None
-
-    def go(self) -> None:
-        """Build the engine. Until then the process has only imported vLLM."""
-        self.process.stdin.write("go\n")
-        self.process.stdin.flush()
-
-    def answer(self, word: str) -> dict | list | None:
-        for line in self.process.stdout:
-            if line.startswith(word + " "):
-                return json.loads(line[len(word) :])
+def _version(metadata: Any, name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return None
 
-    def ready(self) -> bool:
-        self.tokens = self.answer("READY") or []
-        self.boot = time.monotonic() - self.started
-        return bool(self.tokens)
 
-    def measure(self, batch: int, tokens: int) -> None:
-        self.process.stdin.write(f"{batch} {tokens}\n")
-        self.process.stdin.flush()
-        if (found := self.answer("TIME")) is not None:
-            self.times.setdefault(batch, []).append(found)
+class Waves:
+    """The plan, boot after boot, and the file of its results."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.began = args, time.monotonic()
+        self.work = Path(tempfile.gettempdir()) / "gemm-serve"
+        self.notes: list[str] = []
+        parts: list[list[str]] = [[]]
+        for part in args.plan:
+            if part == "then":
+                parts.append([])
+            else:
+                parts[-1].append(part)
+        self.waves = [
+            [self.resident(part.partition(":")[0], arm, boot) for part in wave for arm in part.partition(":")[2].split(",")]
+            for boot in range(args.boots)
+            for wave in parts
+        ]
+
+    def resident(self, model: str, arm: str, boot: int) -> Resident:
+        args = self.args
+        program = [__file__, "--child", "--model", str(args.models / model.removesuffix("+spec")), "--batches", args.batches]
+        program += ["--spec"] if model.endswith("+spec") else []
+        for key, value in args.setting:
+            program += ["--setting", f"{key}={json.dumps(value)}"]
+        return Resident(model, arm, boot, program, self.work, args.tables, args.boot_limit)
+
+    @property
+    def arms(self) -> list[Resident]:
+        return [arm for wave in self.waves for arm in wave]
+
+    def run(self) -> None:
+        longest = 0.0
+        try:
+            for arm in self.waves[0]:
+                arm.start()
+            for number, wave in enumerate(self.waves):
+                begun = time.monotonic()
+                if number and begun - self.began + longest > self.args.limit:
+                    self.note(f"{len(self.waves) - number} waves left out: no time for another {longest:.0f} s")
+                    break
+                self.wave(wave, self.waves[number + 1] if number + 1 < len(self.waves) else [])
+                if number == len(self.waves) // self.args.boots:
+                    longest = 0.0  # from the second boot on the compile caches are there
+                longest = max(longest, time.monotonic() - begun)
+        finally:
+            for arm in self.arms:
+                arm.end()
+            self.save()
+        self.show()
+
+    def wave(self, wave: list[Resident], following: list[Resident]) -> None:
+        """Build the wave's engines, measure them in turns, end them. The following wave's processes import vLLM while
+        these engines are built, and wait: nothing but the measured engine works while it is measured.
+        """
+        for arm in wave:
+            arm.wait_imported()
+        for arm in wave:
+            arm.go()
+        for arm in following:
+            arm.start()
+        live = [arm for arm in wave if arm.wait_ready()]
+        for arm in following:
+            arm.wait_imported()
+        for arm in wave:
+            arm.prove()
+            state = f"ready after {arm.boot_s:.0f} s" if arm in live else "FAILED"
+            print(f"{arm.name}: {state}; {arms.describe(arm.proof)}", flush=True)
+            arms.warn(arm.name, [p for p in arm.problems if "never ran" not in p])
+        self.save()
+        begun, slowest = time.monotonic(), 0.0
+        for turn in range(self.args.rounds if live else 0):
+            started = time.monotonic()
+            if turn and started - begun + slowest > self.args.seconds:
+                break
+            for batch in map(int, self.args.batches.split(",")):
+                for arm in live if turn % 2 == 0 else live[::-1]:
+                    arm.measure(batch, self.args.tokens)
+            slowest = max(slowest, time.monotonic() - started)
+            self.save()
+        print(f"measured in {time.monotonic() - begun:.0f} s, {time.monotonic() - self.began:.0f} s in all", flush=True)
+        for arm in wave:
+            arm.prove()
+        for arm in wave:
+            arm.tell("quit")  # all at once, then one after the other
+        for arm in wave:
+            arm.end()
+        self.save()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        print(text, flush=True)
+
+    def save(self) -> None:
+        from ab_runs import machine
+
+        started = [arm for arm in self.arms if arm.process is not None]
+        names = ("plan", "boots", "tokens", "rounds", "seconds", "batches", "setting")
+        content = {
+            "what": "TPOT of served models, stock against the overlay's arms",
+            "options": {name: getattr(self.args, name) for name in names},
+            "exactness_and_patches": {arm.arm: arms.ARMS[arm.arm] for arm in started},
+            "versions": next((arm.ready["versions"] for arm in started if arm.ready), None),
+            "cpu": machine.cpu(),
+            "state": machine.state(),
+            "notes": self.notes,
+            "problems": {arm.name: arm.problems for arm in started if arm.problems},
+            "summary": summary([arm.record() for arm in started]),
+            "arms": [arm.record() for arm in started],
+        }
+        temporary = self.args.out.with_suffix(".part")
+        temporary.write_text(json.dumps(content))
+        temporary.replace(self.args.out)
+
+    def show(self) -> None:
+        records = [arm.record() for arm in self.arms if arm.process is not None]
+        for line in lines(summary(records)):
+            print(line, flush=True)
+        for record in records:
+            arms.warn(record["name"], record["problems"])
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """``KEY=VALUE`` of vLLM's ``LLM``; the value as JSON, or as it stands."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"expected KEY=VALUE, found {text!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--child", action="store_true")
-    parser.add_argument("--model")
-    parser.add_argument("--spec", action="store_true")
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--tables", type=Path)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--spec", action="store_true", help="every model under speculation")
+    parser.add_argument("--models", type=Path, help="folder of the models' folders")
+    parser.add_argument("--tables", type=Path, help="tables of one's own for gemm-tiles")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plan", nargs="+", default=[])
+    parser.add_argument("--plan", nargs="+", default=[], metavar="MODEL[+spec]:ARM,ARM")
+    parser.add_argument("--boots", type=int, default=1, help="go through the plan this often, with fresh engines")
     parser.add_argument("--batches", default="1,2,4,8")
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=120, help="for measuring, after the last arm is ready")
+    parser.add_argument("--tokens", type=int, default=160, help="N (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, help="at most, of each boot (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=40, help="for measuring a wave; whole rounds (default: %(default)s)")
+    parser.add_argument("--boot-limit", type=float, default=300, help="seconds until an engine must be ready")
+    parser.add_argument("--limit", type=float, default=500, help="start no wave that may end later than this, in seconds")
+    parser.add_argument("--setting", type=setting, action="append", default=[], metavar="KEY=VALUE", help="of vLLM's LLM")
     args = parser.parse_args()
     if args.child:
         child(args)
         return
-    work = Path(tempfile.gettempdir()) / "gemm-serve"
-    waves: list[list[Arm]] = [[]]
+    if args.spec:
+        args.plan = [part if part == "then" else part.replace(":", "+spec:", 1) for part in args.plan]
     for part in args.plan:
-        if part == "then":
-            waves.append([])
-            continue
-        model, _, names = part.partition(":")
-        spec = model.endswith("+spec")
-        waves[-1] += [Arm(model.removesuffix("+spec"), arm, spec, args, work) for arm in names.split(",")]
-    arms = [arm for wave in waves for arm in wave]
-    for wave in waves:
-        run_wave(wave, arms, args, work)
-
-
-def run_wave(wave: list[Arm], arms: list[Arm], args: argparse.Namespace, work: Path) -> None:
-    """Start the wave's engines, measure them in turns, end them."""
-    for arm in wave:
-        arm.go()
-    live = [arm for arm in wave if arm.ready()]
-    for arm in wave:
-        state = f"ready after {arm.boot:.0f} s" if arm in live else "FAILED: " + arm.log.read_text()[-1500:]
-        print(f"{arm.name}: {state}", flush=True)
-    begun = time.monotonic()
-    for turn in range(args.rounds):
-        for batch in (int(b) for b in args.batches.split(",")):
-            for arm in live if turn % 2 == 0 else live[::-1]:
-                if time.monotonic() - begun < args.seconds:
-                    arm.measure(batch, args.tokens)
-        save(args, arms)
-    print(f"measured in {time.monotonic() - begun:.0f} s", flush=True)
-    for arm in live:
-        arm.process.stdin.write("quit\n")
-        arm.process.stdin.flush()
-    for arm in live:
-        try:
-            arm.process.wait(15)
-        except subprocess.TimeoutExpired:
-            arm.process.kill()
-    save(args, arms, work)
-    first = {arm.kind: arm for arm in live[::-1]}
-    for arm in live:
-        base = first[arm.kind]
-        same = next((i for i, (a, b) in enumerate(zip(arm.tokens, base.tokens, strict=False)) if a != b), len(arm.tokens))
-        row = "  ".join(
-            f"b{batch} {tpot(times):.3f} ({tpot(base.times[batch]) / tpot(times):.3f}x)" for batch, times in arm.times.items()
-        )
-        print(f"{arm.name:20} {row}  first {same} tokens as stock", flush=True)
-
-
-def tpot(times: list[dict]) -> float:
-    return statistics.median(entry["tpot_ms"] for entry in times)
-
-
-def save(args: argparse.Namespace, arms: list[Arm], work: Path | None = None) -> None:
-    from overlay.ledger import read_run
-
-    counts = {path.name: read_run(str(path))[1] for path in sorted(work.glob("counts-*"))} if work else {}
-    content = {
-        "arms": [
-            {"name": arm.name, "patches": ARMS[arm.arm], "boot_s": arm.boot, "tokens": arm.tokens, "times": arm.times}
-            for arm in arms
-        ],
-        "counts": counts,
-    }
-    args.out.write_text(json.dumps(content))
+        if part != "then" and not set(part.partition(":")[2].split(",")) <= set(arms.ARMS):
+            parser.error(f"--plan: {part!r} is not MODEL:ARM,ARM with arms of {', '.join(arms.ARMS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
+    Waves(args).run()
 
 
 if __name__ == "__main__":

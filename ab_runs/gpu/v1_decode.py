@@ -17,9 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ab_runs.gpu.common import main  # noqa: E402
 
-PATCHES = ["block-table-dirty", "unchanged-copies", "greedy-native-dtype", "decode-input-prep"]
+PATCHES = ["block-table-dirty", "unchanged-copies", "greedy-native-dtype", "decode-input-prep", "flash-schedule-graph"]
 
 if __name__ == "__main__":
-    shadow = "--shadow" in sys.argv
-    sys.argv = [word for word in sys.argv if word != "--shadow"]
-    main(__doc__, "V1", PATCHES, {"decode-input-prep": {"shadow": shadow}})
+    main(__doc__, "V1", PATCHES)

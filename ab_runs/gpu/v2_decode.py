@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ab_runs.gpu.common import main  # noqa: E402
 
 PATCHES = ["sampler-staged-writes", "decode-input-prep-v2", "greedy-tail", "decision-cache", "running-slots"]
+PATCHES += ["decode-tail-graph", "flash-schedule-graph", "attention-metadata-reuse"]
 
 if __name__ == "__main__":
-    main(__doc__, "V2", PATCHES, {})
+    main(__doc__, "V2", PATCHES)

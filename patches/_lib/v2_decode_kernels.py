@@ -14,9 +14,10 @@ def _table(pointers, group):
     return tl.multiple_of(tl.cast(tl.load(pointers + group), tl.pointer_type(tl.int32)), 16)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_rows", "max_num_reqs", "num_tokens_padded", "max_num_tokens"])
+@triton.jit(do_not_specialize=["num_rows", "max_num_reqs", "num_tokens_padded", "max_num_tokens"])
 def decode_inputs_kernel(
-    idx_mapping,  # [num_reqs] int32 or int64: batch row -> request slot
+    idx_mapping,  # [max_num_reqs] int32 or int64: batch row -> request slot
+    number,  # [1] int32: number of requests
     num_computed,  # [max_num_reqs] int32
     prefill_len,  # [max_num_reqs] int32
     last_sampled,  # [max_num_reqs, 1] int64
@@ -34,7 +35,6 @@ def decode_inputs_kernel(
     mapping_enabled,  # [groups] bool (HAS_ENABLED)
     slot_mappings,  # [groups, max_num_tokens] int64, out
     slot_mappings_stride,
-    num_reqs,
     num_rows,  # rows of batch_tables to write: those beyond num_reqs become zero
     max_num_reqs,
     num_tokens_padded,
@@ -49,6 +49,7 @@ def decode_inputs_kernel(
     group = tl.program_id(0)
     row = tl.program_id(1)
     offsets = tl.arange(0, BLOCK)
+    num_reqs = tl.load(number)
 
     if row >= num_rows:
         # What lies behind the batch, a part of TAIL entries each.
@@ -128,3 +129,49 @@ def row_argmax_kernel(
         index = tl.where(larger, at, index)
     top = tl.max(best, axis=0)
     tl.store(sampled + row, tl.min(tl.where(best == top, index, 2147483647), axis=0).to(tl.int64))
+
+
+@triton.jit
+def part_argmax_kernel(
+    logits,  # [rows, vocab_size] float
+    logits_stride,
+    best,  # [rows, PARTS, 2] float64, out: value and index
+    vocab_size,
+    part_size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Largest value and its lowest index in each part of each row. Grid: (rows, PARTS)."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    first = part * part_size
+    end = tl.minimum(first + part_size, vocab_size)
+    offsets = tl.arange(0, BLOCK)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    index = first + offsets
+    for start in range(first, end, BLOCK):
+        at = start + offsets
+        value = tl.load(logits + row * logits_stride + at, mask=at < end, other=float("-inf")).to(tl.float32)
+        larger = value > top
+        top = tl.where(larger, value, top)
+        index = tl.where(larger, at, index)
+    largest = tl.max(top, axis=0)
+    lowest = tl.min(tl.where(top == largest, index, 2147483647), axis=0)
+    place = best + (row * PARTS + part) * 2
+    tl.store(place, largest.to(tl.float64))
+    tl.store(place + 1, lowest.to(tl.float64))
+
+
+@triton.jit
+def best_of_parts_kernel(
+    best,  # [rows, PARTS, 2] float64
+    sampled,  # [rows] int64, out
+    PARTS: tl.constexpr,
+):
+    """Index of the largest value of all parts, the lowest of equals. One program a row."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    value = tl.load(best + (row * PARTS + parts) * 2)
+    index = tl.load(best + (row * PARTS + parts) * 2 + 1)
+    largest = tl.max(value, axis=0)
+    tl.store(sampled + row, tl.min(tl.where(value == largest, index, 2147483647.0), axis=0).to(tl.int64))

@@ -22,6 +22,8 @@ from typing import Any
 
 from overlay.runtime import Counters, options
 from overlay.spec import Condition, Exactness, Kind, Option, Patch, Target
+from patches._lib.step_graphs import StepGraphs
+from patches._lib.v2_decode_state import STATE, State
 from patches._lib.v2_fingerprints import seen
 
 _RUNNER = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -114,31 +116,24 @@ PATCH = Patch(
 
 count = Counters(PATCH.id)
 
-_STATE = "_overlay_decode_prep"
 
-
-class _State:
-    """What this patch keeps of one runner."""
-
-    def __init__(self) -> None:
-        self.key = b""  # content of idx_mapping_np, its dtype included
-        self.idx_mapping: Any = None
-        self.constants: dict[int, tuple[Any, Any, Any]] = {}
-        self.batch: Any = None  # the batch prepared last by the kernel
-        self.pending: tuple[Any, Any, Any] | None = None  # (idx_mapping, tables, slots) not yet asked for
-
-
-def _state(runner: Any) -> _State:
-    state = runner.__dict__.get(_STATE)
-    if state is None:
-        state = runner.__dict__[_STATE] = _State()
+def state_of(runner: Any) -> State:
+    state = runner.__dict__.get(STATE)
+    if state is None or not state.fits(runner):
+        state = runner.__dict__[STATE] = State(runner, StepGraphs(count, limit=256))
     return state
 
 
+def prepared(runner: Any, batch: Any) -> State | None:
+    """The state behind ``batch`` if the kernel prepared it, as the last one of ``runner``."""
+    state = runner.__dict__.get(STATE)
+    return state if state is not None and state.batch is not None and state.batch is batch else None
+
+
 def prepare_inputs(wrapped: Any, runner: Any, args: tuple, kwargs: dict) -> Any:
-    state = _state(runner)
+    state = state_of(runner)
     state.batch = None
-    runner.block_tables.__dict__[_STATE] = None
+    runner.block_tables.__dict__[STATE] = None
     scheduled = args[0] if args else kwargs["scheduler_output"]
     reason = _refusal(runner, scheduled)
     if reason is None:
@@ -190,7 +185,7 @@ def _refusal(runner: Any, scheduled: Any) -> str | None:
     return None
 
 
-def _prepare(runner: Any, state: _State, scheduled: Any, given: Any, desc: Any) -> Any:
+def _prepare(runner: Any, state: State, scheduled: Any, given: Any, desc: Any) -> Any:
     """The batch of a pure decode step with its buffers written, or None where a request is still in its prompt.
 
     given: ``BatchReqState`` (0.28 on); earlier releases gather the same from the request states here.
@@ -218,13 +213,7 @@ def _prepare(runner: Any, state: _State, scheduled: Any, given: Any, desc: Any) 
             return None
         ones = np.ones(n, dtype=np.int32)
 
-    key = idx_np.dtype.char.encode() + idx_np.tobytes()
-    if key != state.key:
-        if hasattr(module, "async_tensor_h2d"):
-            state.idx_mapping = module.async_tensor_h2d(idx_np, device=runner.device, dtype=torch.int64)
-        else:
-            state.idx_mapping = module.async_copy_to_gpu(idx_np, device=runner.device)
-        state.key = key
+    state.hold(runner, idx_np, module)
     constants = state.constants.get(n)
     if constants is None:
         constants = state.constants[n] = (
@@ -236,7 +225,7 @@ def _prepare(runner: Any, state: _State, scheduled: Any, given: Any, desc: Any) 
     tokens = max(n, desc.num_tokens)
     rows = desc.num_reqs or n
     marks_padding = hasattr(runner.input_buffers, "is_padding") and bool(module.envs.VLLM_MOE_SKIP_PADDING)
-    _launch(runner, state.idx_mapping, n, rows, tokens, marks_padding)
+    state.launch(n, rows, tokens, marks_padding)
 
     starts = np.full(rows + 1, n, dtype=np.int32)
     starts[: n + 1] = np.arange(n + 1, dtype=np.int32)
@@ -282,61 +271,14 @@ def _prepare(runner: Any, state: _State, scheduled: Any, given: Any, desc: Any) 
         for name in ("prefill_runs_as_decode_np", "decode_graph_eligible"):
             if name in fields:
                 values[name] = getattr(given, name)
-    runner.block_tables.__dict__[_STATE] = state
+    runner.block_tables.__dict__[STATE] = state
     state.pending = (state.idx_mapping, rows, tokens)
     return module.InputBatch(**values)
 
 
-def _launch(runner: Any, idx_mapping: Any, n: int, rows: int, tokens: int, marks_padding: bool) -> None:
-    from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-
-    from patches._lib.v2_decode_kernels import decode_inputs_kernel
-
-    requests, buffers, tables = runner.req_states, runner.input_buffers, runner.block_tables
-    enabled = getattr(tables, "slot_mapping_enabled", None)
-    written = rows
-    if hasattr(tables, "_num_dirty_rows"):  # 0.33: rows that a larger batch left behind are cleared too
-        written = max(rows, tables._num_dirty_rows)
-        tables._num_dirty_rows = n
-    most = tables.slot_mappings.shape[1]
-    tail = 4096
-    tails = -(-(max(most, buffers.max_num_reqs + 1) - n) // tail)
-    num_blocks = tables.num_blocks.gpu
-    decode_inputs_kernel[(tables.num_kv_cache_groups, written + tails)](
-        idx_mapping,
-        requests.num_computed_tokens.gpu,
-        requests.prefill_len.gpu,
-        requests.last_sampled_tokens,
-        buffers.input_ids,
-        buffers.positions,
-        buffers.seq_lens,
-        buffers.query_start_loc,
-        buffers.is_padding if marks_padding else buffers.input_ids,
-        tables.block_table_ptrs,
-        tables.input_block_table_ptrs,
-        tables.block_table_strides,
-        num_blocks,
-        num_blocks.stride(0),
-        tables.block_sizes_tensor,
-        enabled if enabled is not None else tables.block_sizes_tensor,
-        tables.slot_mappings,
-        tables.slot_mappings.stride(0),
-        n,
-        written,
-        buffers.max_num_reqs,
-        tokens,
-        most,
-        HAS_PADDING=marks_padding,
-        HAS_ENABLED=enabled is not None,
-        PAD_ID=PAD_SLOT_ID,
-        BLOCK=1024,
-        TAIL=tail,
-    )
-
-
 def _pending(tables: Any, idx_mapping: Any, size: int, which: int) -> bool:
     """Whether the kernel has just written what is asked for: the same batch object, padded to the same ``size``."""
-    state = tables.__dict__.get(_STATE)
+    state = tables.__dict__.get(STATE)
     return state is not None and state.pending is not None and state.pending[0] is idx_mapping and state.pending[which] == size
 
 
@@ -352,7 +294,7 @@ def compute_slot_mappings(wrapped: Any, tables: Any, args: tuple, kwargs: dict) 
     idx_mapping = args[0] if args else kwargs.get("idx_mapping")
     tokens = args[3] if len(args) > 3 else kwargs.get("num_tokens_padded")
     if len(args) <= 4 and kwargs.get("out") is None and _pending(tables, idx_mapping, tokens, 2):
-        tables.__dict__[_STATE] = None  # asked for once a step, after the gather
+        tables.__dict__[STATE] = None  # asked for once a step, after the gather
         return tables.slot_mappings[:, :tokens]
     return wrapped(*args, **kwargs)
 
@@ -368,8 +310,8 @@ class _FirstRows:
 
 
 def sample(wrapped: Any, runner: Any, args: tuple, kwargs: dict) -> Any:
-    batch = _state(runner).batch
-    if batch is None or len(args) != 3 or args[1] is not batch or getattr(runner, "batch_sharder", None) is not None:
+    batch = args[1] if len(args) == 3 else None
+    if prepared(runner, batch) is None or getattr(runner, "batch_sharder", None) is not None:
         return wrapped(*args, **kwargs)
     return wrapped(_FirstRows(args[0], batch.num_reqs), *args[1:])
 
@@ -392,7 +334,7 @@ def _shadow(runner: Any, batch: Any, wrapped: Any, args: tuple, kwargs: dict) ->
         return {name: value.clone() for name, value in found.items()}
 
     mine = seen()
-    pending, tables.__dict__[_STATE] = tables.__dict__[_STATE], None
+    pending, tables.__dict__[STATE] = tables.__dict__[STATE], None
     lengths = tables.num_blocks.np
     # Spoil what the kernel wrote, so that the comparison sees the original's own values.
     for value in (tables.slot_mappings, buffers.positions[: batch.num_reqs], buffers.seq_lens, buffers.query_start_loc):
@@ -408,7 +350,7 @@ def _shadow(runner: Any, batch: Any, wrapped: Any, args: tuple, kwargs: dict) ->
         original.positions,
         num_tokens_padded=original.num_tokens_after_padding,
     )
-    tables.__dict__[_STATE] = pending
+    tables.__dict__[STATE] = pending
     theirs = seen()
     for name, value in mine.items():
         expected = theirs[name]

@@ -133,19 +133,21 @@ def call(wrapped: Any, sampler: Any, args: tuple, kwargs: dict) -> Any:
         count.refuse("called in another way")
         return wrapped(*args, **kwargs)
     logits, batch = args
-    reason = _refusal(sampler, logits, batch)
+    reason = refusal(sampler, batch, logits)
     if reason is not None:
         count.refuse(reason)
         return wrapped(*args, **kwargs)
     count.hit()
-    return _greedy(sampler, logits, batch)
+    return _greedy(logits)
 
 
-def _refusal(sampler: Any, logits: Any, batch: Any) -> str | None:
+def refusal(sampler: Any, batch: Any, logits: Any = None) -> str | None:
     """Why this step takes the original: decided by what cannot change under it, or by this step's own lengths."""
     if type(sampler).__qualname__ != "Sampler":
         return "a sampler class of its own"
-    if batch.num_draft_tokens or sampler.num_speculative_tokens != 1 or logits.shape[0] != batch.num_reqs:
+    if batch.num_draft_tokens or sampler.num_speculative_tokens != 1:
+        return "speculation"
+    if logits is not None and logits.shape[0] != batch.num_reqs:
         return "speculation"
     if sampler.compute_nans:
         return "NaN counts wanted"
@@ -193,7 +195,7 @@ def _decide(sampler: Any, rows: Any) -> str | None:
     return None
 
 
-def _counts(device: Any, n: int) -> tuple[Any, Any, Any]:
+def counts(device: Any, n: int) -> tuple[Any, Any, Any]:
     entry = _constants.get((device, n))
     if entry is None:
         import numpy as np
@@ -210,16 +212,27 @@ def _counts(device: Any, n: int) -> tuple[Any, Any, Any]:
     return entry
 
 
-def _greedy(sampler: Any, logits: Any, batch: Any) -> Any:
+def _greedy(logits: Any) -> Any:
     import torch
-    from vllm.v1.worker.gpu.sample import sampler as module
 
+    sampled = torch.empty((logits.shape[0], 1), dtype=torch.int64, device=logits.device)
+    argmax(logits, sampled)
+    return output_of(sampled)
+
+
+def argmax(logits: Any, sampled: Any) -> None:
+    """Write the index of each row's largest logit, the lowest of equals. logits: float [n, vocab]; sampled: int64 [n, 1]."""
     from patches._lib.v2_decode_kernels import row_argmax_kernel
 
     n, vocab_size = logits.shape
-    sampled = torch.empty((n, 1), dtype=torch.int64, device=logits.device)
     row_argmax_kernel[(n,)](logits, logits.stride(0), sampled, vocab_size, BLOCK=_BLOCK, num_warps=16)
-    ones, zeros, _ = _counts(logits.device, n)
+
+
+def output_of(sampled: Any) -> Any:
+    """The ``SamplerOutput`` of one token a request, without logprobs. sampled: int64 [n, 1]."""
+    from vllm.v1.worker.gpu.sample import sampler as module
+
+    ones, zeros, _ = counts(sampled.device, sampled.shape[0])
     values = {"sampled_token_ids": sampled, "logprobs_tensors": None, "num_nans": None, "num_sampled": ones}
     if "num_rejected" in module.SamplerOutput.__dataclass_fields__:
         values["num_rejected"] = zeros
