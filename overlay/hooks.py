@@ -1,4 +1,5 @@
-"""Import hooks of one process: when the last module of a patch's targets is imported, the patch is applied.
+"""Import hooks of one process: when the last module of a patch's targets and of what it assumes is imported, the patch is
+applied. One that requires another is applied behind it, and not at all where the other is not in force.
 
 A hook acts when the module's code has run and before the importing statement binds any of its names. Each patch
 goes from ``waiting`` to ``applied`` or ``failed``; a failure latches. Nothing here raises into an import: the check before
@@ -28,7 +29,7 @@ class Hooks:
     """The orders of a run, as this process carries them out.
 
     orders: ``{"digest", "root", "patches": [{"id", "kind", "module", "file", "targets", "assumes", "options", "accept_drift",
-    "process", "after", "after_call", "live", "required"}], "runner", ...}`` (see ``overlay.plan.orders``).
+    "process", "after", "requires", "after_call", "live", "required"}], "runner", ...}`` (see ``overlay.plan.orders``).
     """
 
     def __init__(self, orders: dict[str, Any], folder: str | None) -> None:
@@ -55,7 +56,11 @@ class Hooks:
                 for module in modules:
                     self.finder.replace[module] = patch
                 continue
-            waits = set(modules) | {f"patch {other}" for other in order["after"] if other in self.patches}
+            assumed = {at.partition(":")[0] for at in order["assumes"]} - modules
+            # Those whose code has run already; one whose code is running (it imports a target) is waited for.
+            modules |= {name for name in assumed if not _complete(name)}
+            others = {*order["after"], *order["requires"]} & set(self.patches)
+            waits = set(modules) | {f"patch {other}" for other in others}
             if order["after_call"]:
                 waits.add(f"call {order['after_call']}")
                 self._watch_call(order["after_call"])
@@ -110,8 +115,19 @@ class Hooks:
                     for waits in self._missing.values():
                         waits.discard(f"patch {patch}")
 
+    def unmet(self, patch: str) -> str | None:
+        """Why ``patch`` cannot be in force here: one that it requires is not."""
+        for other in self.patches[patch]["requires"]:
+            if self.state(other) != APPLIED:
+                reason = self.receipt.content["patches"].get(other, {}).get("reason", "it is not part of the plan")
+                return f"it requires {other}, which is not in force: {reason}"
+        return None
+
     def _apply(self, patch: str) -> None:
         order = self.patches[patch]
+        if (reason := self.unmet(patch)) is not None:
+            self._fail(patch, reason)
+            return
         try:
             from overlay.apply import Application
             from overlay.catalog import import_patch
@@ -186,6 +202,12 @@ class Hooks:
             self._fail(patch, f"its file failed to load: {type(error).__name__}: {error}")
         else:
             self.receipt.state(patch, state=APPLIED)
+
+
+def _complete(name: str) -> bool:
+    """Whether a module is imported and its code has run."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 class _Finder:

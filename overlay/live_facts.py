@@ -66,9 +66,19 @@ def _serving(config: Any, runner: str | None) -> dict[str, Any]:
         "speculative_method": "" if speculative is None else getattr(speculative, "method", None),
         "num_speculative_tokens": 0 if speculative is None else getattr(speculative, "num_speculative_tokens", None),
         "cudagraph_mode": getattr(getattr(compilation, "cudagraph_mode", None), "name", None),
+        "batch_invariant": _batch_invariant(),
         "compilation_mode": int(compilation.mode) if getattr(compilation, "mode", None) is not None else None,
     }
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _batch_invariant() -> bool | None:
+    try:
+        from vllm import envs
+
+        return bool(envs.VLLM_BATCH_INVARIANT)
+    except (ImportError, AttributeError):  # named otherwise in this release
+        return None
 
 
 def _model(planned: Model, config: Any, build: Build) -> Model:

@@ -72,9 +72,7 @@ class Plan:
         """
         bad = (Verdict.REFUSED, Verdict.INAPPLICABLE)
         strict = self.settings.on_refusal == "stop"
-        return [
-            d for d in self.decisions if (d.named and d.verdict in bad) or (strict and d.verdict is Verdict.REFUSED)
-        ]
+        return [d for d in self.decisions if (d.named and d.verdict in bad) or (strict and d.verdict is Verdict.REFUSED)]
 
 
 def make_plan(
@@ -210,13 +208,9 @@ class _Planner:
             reason += f"; drift accepted at {', '.join(drifted)}"
         if deferred:
             reason += f"; to be confirmed in the process: {'; '.join(deferred)}"
-        return say(
-            Verdict.APPLY, reason, targets=targets, assumes=assumes, contribution=contribution, deferred=deferred
-        )
+        return say(Verdict.APPLY, reason, targets=targets, assumes=assumes, contribution=contribution, deferred=deferred)
 
-    def _targets(
-        self, targets: Iterable[Target], name: str, late: bool
-    ) -> tuple[dict[str, str], set[str], list[str]]:
+    def _targets(self, targets: Iterable[Target], name: str, late: bool) -> tuple[dict[str, str], set[str], list[str]]:
         """Target -> digest found in the source, the builds it was verified on, and accepted drift. Raises _Drift.
 
         late: the build replaces its own code at run time before the patch is applied, so that its source need not say
@@ -363,6 +357,7 @@ def orders(plan: Plan, catalog: Mapping[str, Entry]) -> dict[str, Any]:
                 "runner": patch.condition.runner,
                 "live": list(patch.live),
                 "after": list(patch.after),
+                "requires": list(patch.requires),
                 "after_call": patch.after_call,
                 "required": decision.named or strict,
             }

@@ -23,21 +23,22 @@ def verify_worker(hooks: Hooks, worker: Any) -> None:
     live = _runner_kind(runner)
     hooks.receipt.update(worker_class=_name(type(worker)), runner_class=_name(type(runner)), runner=live)
     facts = _live_facts(hooks, worker, live)
-    for patch, order in hooks.patches.items():
+    off = []
+    for patch, order in hooks.patches.items():  # in order: what a patch requires comes before it
         if order["process"] != WORKER:
             continue
-        reason = _not_in_force(hooks, patch)
-        if reason is None:
-            reason = _wrong_here(order, facts)
+        reason = _not_in_force(hooks, patch) or hooks.unmet(patch) or _wrong_here(order, facts)
         for path in order["live"] if reason is None else ():
             reason = _not_live(hooks.applications.get(patch), worker, path)
             if reason is not None:
                 break
         if reason is not None:
             hooks.receipt.state(patch, state=FAILED, reason=reason)
-            _settle(hooks, patch, reason)
+            off.append((patch, reason))
         else:
             hooks.receipt.state(patch, verified=True)
+    for patch, reason in reversed(off):  # from the top: one may be stacked on another
+        _settle(hooks, patch, reason)
 
 
 def verify_workers(hooks: Hooks, core: Any) -> None:

@@ -98,7 +98,7 @@ print(spent, calls, time.perf_counter() - started)
 
 def armed_import() -> None:
     watch = {"id": "never", "kind": "code", "module": "m", "file": "f", "targets": ["no.such.module:f"], "assumes": []}
-    watch |= {"options": {}, "accept_drift": False, "process": "worker", "runner": "", "live": [], "after": []}
+    watch |= {"options": {}, "accept_drift": False, "process": "worker", "runner": "", "live": [], "after": [], "requires": []}
     watch |= {"after_call": ""}
     orders = {**NEVER, "patches": [watch | {"required": False}]}
     environ = {**os.environ, "PYTHONPATH": BOOTSTRAP, "OVERLAY_PLAN": pack(orders, POINTS)}

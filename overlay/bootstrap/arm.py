@@ -20,7 +20,7 @@ def pack(orders: dict[str, Any], points: Iterable[str] = ()) -> str:
     """
     watched = {at.partition(":")[0] for at in points}
     for patch in orders["patches"]:
-        watched |= {at.partition(":")[0] for at in [*patch["targets"], patch["after_call"]] if at}
+        watched |= {at.partition(":")[0] for at in [*patch["targets"], *patch["assumes"], patch["after_call"]] if at}
     packed = base64.b64encode(zlib.compress(json.dumps(orders, sort_keys=True).encode(), 9)).decode()
     return f"{','.join(sorted(watched))};{packed}"
 

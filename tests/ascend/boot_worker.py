@@ -53,6 +53,7 @@ def main() -> None:
             {
                 "before": before,
                 "after": after,
+                "requires": [],
                 "receipt": _receipt(),
                 "worker": type(worker).__name__,
                 "buffer": type(runner.req_indices).__name__,

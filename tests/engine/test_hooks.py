@@ -16,7 +16,7 @@ from tests.support import ROOT
 
 BOOTSTRAP = ROOT / "overlay" / "bootstrap"
 
-PATCH = '''
+PATCH = """
 from overlay.runtime import Counters
 from overlay.spec import Exactness, Kind, Patch, Target
 PATCH = Patch(id="{id}", kind=Kind.{kind}, summary="s", why="w", remove_when="r", exactness=Exactness.BITWISE,
@@ -27,7 +27,7 @@ def wrapper(wrapped, instance, args, kwargs):
     return wrapped(*args, **kwargs) + " patched"
 def broken(original):
     raise RuntimeError("this patch cannot be applied")
-'''
+"""
 
 
 class Bench:
@@ -54,7 +54,15 @@ class Bench:
         file.write_text(PATCH.format(id=id, kind=kind.upper(), targets="".join(targets)))
         names = [target.split("'")[1] for target in targets]
         order = {"id": id, "kind": kind, "module": f"user_{file.stem}", "file": str(file), "targets": names, "assumes": []}
-        order |= {"options": {}, "accept_drift": False, "process": "worker", "runner": "", "live": [], "after": []}
+        order |= {
+            "options": {},
+            "accept_drift": False,
+            "process": "worker",
+            "runner": "",
+            "live": [],
+            "after": [],
+            "requires": [],
+        }
         self.orders.append(order | {"after_call": "", "required": True} | more)
 
     def python(
@@ -155,6 +163,31 @@ def test_stacked_patches_apply_in_their_order_whatever_comes_first(bench: Bench)
     done = bench.python("import two, one; print(two.T().g())")
     assert done.stdout == "two patched patched\n", done.stderr
     assert [bench.receipt()["patches"][p]["state"] for p in ("upper", "lower")] == ["applied", "applied"]
+
+
+def test_what_a_patch_assumes_may_still_be_running_when_its_target_is_imported(bench: Bench):
+    """As a runner's module imports the sampler's: the runner's names come later than the patched module."""
+    (bench.site / "upper.py").write_text("import one\nclass Runner:\n    def run(self): return one.f()\n")
+    digest = fingerprint.from_source(bench.site, "upper", "Runner.run")
+    bench.add("p", bench.target("one:f"), assumes=["upper:Runner.run"])
+    file = bench.folder / "p.py"
+    assumed = f"assumes=(Target('upper:Runner.run', fingerprints={{'build': {digest!r}}}),),"
+    file.write_text(file.read_text().replace("    targets=", f"    {assumed}\n    targets="))
+    done = bench.python("import upper; print(upper.Runner().run())")
+    assert done.stdout == "one patched\n", done.stderr
+    assert bench.receipt()["patches"]["p"]["fingerprints"]["upper:Runner.run"] == digest
+    alone = bench.python("import one; print(one.f())")
+    assert alone.stdout == "one\n", "applied without what it assumes"
+
+
+def test_a_patch_is_not_applied_without_one_that_it_requires(bench: Bench):
+    bench.add("needs", bench.target("two:T.g"), requires=["broken"])
+    bench.add("broken", bench.target("one:f", use="broken", how="replace"))
+    done = bench.python("import two, one; print(two.T().g(), one.f())")
+    assert done.stdout == "two one\n", done.stderr
+    states = bench.receipt()["patches"]
+    assert states["needs"]["state"] == "failed"
+    assert "it requires broken, which is not in force: ApplyError: broken" in states["needs"]["reason"]
 
 
 def test_another_sitecustomize_still_runs(bench: Bench):

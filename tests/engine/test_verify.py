@@ -38,12 +38,20 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "p.py"
     file.write_text(PATCH % fingerprint.from_source(tmp_path, "verified_target", "Runner.step"))
 
-    def build(required: bool, facts: Facts | None = None) -> hooks.Hooks:
+    def build(required: bool, facts: Facts | None = None, stacked: bool = False) -> hooks.Hooks:
         order = {"id": "p", "kind": "code", "module": f"user_{tmp_path.name}", "file": str(file), "assumes": [], "options": {}}
         order |= {"targets": ["verified_target:Runner.step"], "accept_drift": False, "process": "worker", "runner": "V1"}
-        order |= {"live": ["model_runner"], "after": [], "after_call": "", "required": required}
+        order |= {"live": ["model_runner"], "after": [], "requires": [], "after_call": "", "required": required}
         planned = facts or Facts(serving=Serving(runner="V1", tensor_parallel=1))
-        armed = hooks.Hooks({"digest": "d", "runner": "V1", "patches": [order], "facts": planned.to_dict()}, None)
+        patches = [order]
+        if stacked:
+            upper = tmp_path / "q.py"
+            text = file.read_text().replace('id="p"', 'id="q"').replace("10 +", "100 +")
+            text = text.replace(', facts={"serving.tensor_parallel": 1}', "")
+            upper.write_text(text.replace("condition=", "requires=('p',), after=('p',), condition="))
+            above = {"id": "q", "module": f"upper_{tmp_path.name}", "file": str(upper), "after": ["p"], "requires": ["p"]}
+            patches.append(order | above)
+        armed = hooks.Hooks({"digest": "d", "runner": "V1", "patches": patches, "facts": planned.to_dict()}, None)
         armed.arm()
         __import__("verified_target")
         return armed
@@ -94,6 +102,17 @@ def test_a_profiles_patch_that_is_not_in_force_is_taken_back_and_said_so(make, c
     assert sys.modules["verified_target"].Runner().step() == 1
     assert "p: off in process" in capfd.readouterr().out
     assert armed.failed() == ["p"]
+
+
+def test_a_patch_whose_required_one_does_not_fit_here_is_taken_back_with_it(make):
+    """Both are on one function: taken back from the top, so that the original is there again."""
+    armed = make(False, stacked=True)
+    live = worker("Runner", tensor_parallel=2)
+    assert live.model_runner.step() == 111
+    verify.verify_worker(armed, live)
+    assert armed.failed() == ["p", "q"]
+    assert "it requires p, which is not in force" in armed.receipt.content["patches"]["q"]["reason"]
+    assert live.model_runner.step() == 1
 
 
 def test_conditions_are_checked_again_on_what_came_up(make):

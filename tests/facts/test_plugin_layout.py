@@ -53,7 +53,7 @@ here = vllm.__version__.partition("+")[0]
 wanted = [t.at for t in entry.patch.targets if not t.versions or in_range(here, t.versions)]
 order = {"id": patch, "kind": "code", "module": entry.module, "file": str(entry.file), "targets": wanted, "assumes": [],
          "options": {}, "accept_drift": False, "process": "worker", "runner": "V1", "live": list(entry.patch.live),
-         "after": [], "after_call": "", "required": True}
+         "after": [], "requires": [], "after_call": "", "required": True}
 armed = hooks.Hooks({"digest": "d", "runner": "V1", "patches": [order]}, None)
 armed.arm()
 import importlib
