@@ -156,7 +156,7 @@ def _sum(counters: dict[int, dict[str, dict[str, int]]], name: str) -> dict[str,
 def describe(said: dict[str, Any]) -> str:
     """One line of a proof for a person: what is in force with its hits, what is not for this engine, and problems."""
     force = [f"{name} ({entry['counters'].get('hit', 0)} hits)" for name, entry in said["in_force"].items()]
-    line = f"{said.get('runner') or '?'} runner; in force: {', '.join(force) or 'none'}"
+    line = f"in force: {', '.join(force) or 'none'}"
     if said["elsewhere"]:
         line += f"; not for this engine: {', '.join(said['elsewhere'])}"
     return line

@@ -11,7 +11,7 @@ is the model under n-gram speculation (K = 4) on a text that repeats.
 
 Figures: TPOT in ms as (time of 8 + N tokens - time of 8 tokens) / N for a batch of equal requests, so that prefill and
 start of a request cancel out. Weights are random, of one seed. Boots are the samples: ``--boots N`` goes through the whole
-plan N times with fresh engines, and the ratio to stock is taken within a boot.
+plan N times with fresh engines, and the ratio to stock is taken within a wave, or a pass through the plan.
 
 An arm whose patches were not in force in its worker is reported with ``!!!`` and under ``problems``. The file is written
 after every round, so that what was measured before a time limit is kept.
@@ -134,19 +134,20 @@ class Waves:
                 parts.append([])
             else:
                 parts[-1].append(part)
-        self.waves = [
-            [self.resident(part.partition(":")[0], arm, boot) for part in wave for arm in part.partition(":")[2].split(",")]
-            for boot in range(args.boots)
-            for wave in parts
-        ]
+        self.waves: list[list[Resident]] = []
+        for turn in range(args.boots):
+            for wave in parts:
+                place = (turn + 1, len(self.waves) + 1)
+                named = [(part.partition(":")[0], arm) for part in wave for arm in part.partition(":")[2].split(",")]
+                self.waves.append([self.resident(model, arm, place) for model, arm in named])
 
-    def resident(self, model: str, arm: str, boot: int) -> Resident:
+    def resident(self, model: str, arm: str, place: tuple[int, int]) -> Resident:
         args = self.args
         program = [__file__, "--child", "--model", str(args.models / model.removesuffix("+spec")), "--batches", args.batches]
         program += ["--spec"] if model.endswith("+spec") else []
         for key, value in args.setting:
             program += ["--setting", f"{key}={json.dumps(value)}"]
-        return Resident(model, arm, boot, program, self.work, args.tables, args.boot_limit)
+        return Resident(model, arm, place, program, self.work, args.tables, args.boot_limit)
 
     @property
     def arms(self) -> list[Resident]:
@@ -166,6 +167,10 @@ class Waves:
                 if number == len(self.waves) // self.args.boots:
                     longest = 0.0  # from the second boot on the compile caches are there
                 longest = max(longest, time.monotonic() - begun)
+        except BaseException:
+            for arm in self.arms:
+                arm.kill()  # no time to be polite: whoever stops this may not wait
+            raise
         finally:
             for arm in self.arms:
                 arm.end()
@@ -187,7 +192,8 @@ class Waves:
             arm.wait_imported()
         for arm in wave:
             arm.prove()
-            state = f"ready after {arm.boot_s:.0f} s" if arm in live else "FAILED"
+            runner = "V2" if arm.ready.get("v2") else "V1"
+            state = f"{runner}, ready after {arm.boot_s:.0f} s" if arm in live else "FAILED"
             print(f"{arm.name}: {state}; {arms.describe(arm.proof)}", flush=True)
             arms.warn(arm.name, [p for p in arm.problems if "never ran" not in p])
         self.save()

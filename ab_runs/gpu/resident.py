@@ -26,14 +26,17 @@ class Resident:
         self,
         model: str,
         arm: str,
-        boot: int,
+        place: tuple[int, int],
         program: list[str],
         work: Path,
         tables: Path | None = None,
         boot_limit: float = 300,
     ) -> None:
-        self.model, self.arm, self.boot = model, arm, boot
-        self.name = f"{model} {arm} boot {boot + 1}"
+        """place: the number of its pass through the plan and of its wave, both from 1. work: the folder for logs, caches and
+        receipts. boot_limit: seconds until the engine must be ready.
+        """
+        self.model, self.arm, self.place = model, arm, place
+        self.name = f"{model} {arm} wave {place[1]}"
         self.program, self.tables, self.boot_limit = program, tables, boot_limit
         self.times: dict[int, list[dict[str, Any]]] = {}
         self.ready: dict[str, Any] = {}
@@ -41,8 +44,8 @@ class Resident:
         self.problems: list[str] = []
         self.proof: dict[str, Any] | None = None
         slug = f"{model}-{arm}".replace("+", "-")
-        self.run = work / "runs" / f"{slug}-{boot}"
-        self.log = work / f"{slug}-{boot}.log"
+        self.run = work / "runs" / f"{slug}-{place[1]}"
+        self.log = work / f"{slug}-{place[1]}.log"
         # compile caches of its own, kept over boots
         self.caches = {
             "VLLM_CACHE_ROOT": str(work / f"cache-{slug}"),
@@ -155,6 +158,8 @@ class Resident:
 
     def kill(self) -> bool:
         """Kill it with its engine process. Whether there was anything left to kill."""
+        if self.process is None:
+            return False
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -163,6 +168,7 @@ class Resident:
 
     def record(self) -> dict[str, Any]:
         return {
-            "name": self.name, "model": self.model, "arm": self.arm, "boot": self.boot, "boot_s": self.boot_s,
+            "name": self.name, "model": self.model, "arm": self.arm, "pass": self.place[0], "wave": self.place[1],
+            "boot_s": self.boot_s,
             "problems": self.problems, "proof": self.proof, "ready": self.ready, "times": self.times,
         }  # fmt: skip

@@ -30,11 +30,11 @@ class StepGraphs:
     def run(self, key: Hashable, work: Callable[[], Any]) -> tuple[bool, Any]:
         """(whether a graph was replayed, what ``work`` returned: of the captured call where it was)."""
         entry = self.kept.get(key)
+        if self.failed or (entry is None and len(self.kept) >= self.limit) or not device_graphs():
+            return False, work()
         if entry is not None and entry is not _LEARNED:
             entry[0].replay()
             return True, entry[1]
-        if self.failed or (entry is None and len(self.kept) >= self.limit) or not device_graphs():
-            return False, work()
         if entry is None:
             self.kept[key] = _LEARNED
             return False, work()
@@ -56,12 +56,17 @@ class StepGraphs:
         return None if entry is None or entry is _LEARNED else entry[0]
 
 
+_possible: bool | None = None
+
+
 def device_graphs() -> bool:
-    """Whether work can be captured here and now."""
+    """Whether work can be captured or replayed here and now."""
+    global _possible
     import torch
 
-    # HIP's graphs were never tried here
-    return torch.cuda.is_available() and torch.version.hip is None and not torch.cuda.is_current_stream_capturing()
+    if _possible is None:
+        _possible = torch.cuda.is_available() and torch.version.hip is None  # HIP's graphs were never tried here
+    return _possible and not torch.cuda.is_current_stream_capturing()
 
 
 _sides: dict[int, Any] = {}  # device index -> the stream of all captures: not the default one, which cannot be captured

@@ -24,8 +24,10 @@ class State:
         self.slots: Any = None  # the same at a fixed address, [max_num_reqs]
         self.number: Any = None  # int32 [1], number of requests
         self.constants: dict[int, tuple[Any, Any, Any]] = {}
+        self.views: dict[tuple[int, int], dict[str, Any]] = {}
+        self.counting: Any = None  # int32 [max_num_reqs + 1]: 0, 1, 2, ...; copied, never given away
         self.batch: Any = None  # the batch prepared last by the kernel
-        self.pending: tuple[Any, Any, Any] | None = None  # (idx_mapping, tables, slots) not yet asked for
+        self.pending: tuple[Any, int, int, dict[str, Any]] | None = None  # (idx_mapping, rows, tokens, views) not yet asked for
 
     def fits(self, runner: Any) -> bool:
         return (
@@ -50,6 +52,22 @@ class State:
         self.slots[:n] = self.idx_mapping
         self.number.fill_(n)
         self.key = key
+
+    def views_of(self, rows: int, tokens: int) -> dict[str, Any]:
+        """The buffers of a batch padded to ``rows`` and ``tokens``: views that are made once."""
+        found = self.views.get((rows, tokens))
+        if found is None:
+            buffers, tables = self.buffers, self.tables
+            found = self.views[rows, tokens] = {
+                "query_start_loc": buffers.query_start_loc[: rows + 1],
+                "seq_lens": buffers.seq_lens[:rows],
+                "input_ids": buffers.input_ids[:tokens],
+                "positions": buffers.positions[:tokens],
+                "is_padding": buffers.is_padding[:tokens] if hasattr(buffers, "is_padding") else None,
+                "block_tables": tuple(table[:rows] for table in tables.input_block_tables),
+                "slot_mappings": tables.slot_mappings[:, :tokens],
+            }
+        return found
 
     def launch(self, n: int, rows: int, tokens: int, marks_padding: bool) -> None:
         """Write every input buffer of a decode step of ``n`` requests, padded to ``rows`` rows and ``tokens`` tokens."""

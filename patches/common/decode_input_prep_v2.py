@@ -227,12 +227,14 @@ def _prepare(runner: Any, state: State, scheduled: Any, given: Any, desc: Any) -
     marks_padding = hasattr(runner.input_buffers, "is_padding") and bool(module.envs.VLLM_MOE_SKIP_PADDING)
     state.launch(n, rows, tokens, marks_padding)
 
-    starts = np.full(rows + 1, n, dtype=np.int32)
-    starts[: n + 1] = np.arange(n + 1, dtype=np.int32)
+    if state.counting is None:
+        state.counting = np.arange(runner.max_num_reqs + 1, dtype=np.int32)
+    starts = state.counting[: rows + 1].copy()
+    starts[n + 1 :] = n
     computed = requests.num_computed_tokens_np[idx_np]
     upper = np.zeros(rows, dtype=np.int32)
     np.add(computed, ones, out=upper[:n])
-    buffers = runner.input_buffers
+    views = state.views_of(rows, tokens)
     values = {
         "req_ids": req_ids,
         "num_reqs": n,
@@ -246,9 +248,9 @@ def _prepare(runner: Any, state: State, scheduled: Any, given: Any, desc: Any) -
         "num_tokens_after_padding": tokens,
         "num_draft_tokens": 0,
         "num_draft_tokens_per_req": None,
-        "query_start_loc": buffers.query_start_loc[: rows + 1],
+        "query_start_loc": views["query_start_loc"],
         "query_start_loc_np": starts,
-        "seq_lens": buffers.seq_lens[:rows],
+        "seq_lens": views["seq_lens"],
         "seq_lens_cpu_upper_bound": torch.from_numpy(upper),
         "dcp_local_seq_lens": None,
         "num_computed_tokens_np": computed,
@@ -256,23 +258,23 @@ def _prepare(runner: Any, state: State, scheduled: Any, given: Any, desc: Any) -
         "num_computed_prefill_tokens_np": computed_prefill,
         "is_prefilling_np": is_prefilling,
         "max_seq_len_np": None,
-        "input_ids": buffers.input_ids[:tokens],
-        "positions": buffers.positions[:tokens],
+        "input_ids": views["input_ids"],
+        "positions": views["positions"],
         "logits_indices": constants[2],
         "cu_num_logits": constants[0],
-        "cu_num_logits_np": np.arange(n + 1, dtype=np.int32),
+        "cu_num_logits_np": state.counting[: n + 1].copy(),
         "has_structured_output_reqs": scheduled.has_structured_output_requests,
     }
     fields = module.InputBatch.__dataclass_fields__
     if "is_padding" in fields:
-        values.update(is_padding=buffers.is_padding[:tokens], prompt_lens=None)
+        values.update(is_padding=views["is_padding"], prompt_lens=None)
     if given is not None:
         values.update(has_prefill=False, max_query_len=None)
         for name in ("prefill_runs_as_decode_np", "decode_graph_eligible"):
             if name in fields:
                 values[name] = getattr(given, name)
     runner.block_tables.__dict__[STATE] = state
-    state.pending = (state.idx_mapping, rows, tokens)
+    state.pending = (state.idx_mapping, rows, tokens, views)
     return module.InputBatch(**values)
 
 
@@ -286,7 +288,7 @@ def gather_block_tables(wrapped: Any, tables: Any, args: tuple, kwargs: dict) ->
     idx_mapping = args[0] if args else kwargs.get("idx_mapping")
     rows = args[1] if len(args) > 1 else kwargs.get("num_reqs_padded")
     if len(args) <= 2 and kwargs.get("out") is None and _pending(tables, idx_mapping, rows, 1):
-        return tuple(table[:rows] for table in tables.input_block_tables)
+        return tables.__dict__[STATE].pending[3]["block_tables"]
     return wrapped(*args, **kwargs)
 
 
@@ -294,8 +296,9 @@ def compute_slot_mappings(wrapped: Any, tables: Any, args: tuple, kwargs: dict) 
     idx_mapping = args[0] if args else kwargs.get("idx_mapping")
     tokens = args[3] if len(args) > 3 else kwargs.get("num_tokens_padded")
     if len(args) <= 4 and kwargs.get("out") is None and _pending(tables, idx_mapping, tokens, 2):
+        views = tables.__dict__[STATE].pending[3]
         tables.__dict__[STATE] = None  # asked for once a step, after the gather
-        return tables.slot_mappings[:, :tokens]
+        return views["slot_mappings"]
     return wrapped(*args, **kwargs)
 
 

@@ -131,6 +131,7 @@ class _Tail:
         self.best = torch.zeros((requests, _PARTS, 2), dtype=torch.float64, device=runner.device)
         pinned = runner.device.type == "cuda"
         self.host = [torch.zeros((requests, 1), dtype=torch.int64, pin_memory=pinned) for _ in range(_IN_FLIGHT)]
+        self.numbers = [place.numpy() for place in self.host]
         self.unread: list[Any] = [None] * _IN_FLIGHT  # weak: the step's _HostTokens that has the place
         self.turn = 0
         self.views: dict[int, Any] = {}  # number of requests -> its rows of ``sampled``
@@ -167,18 +168,17 @@ def sample(wrapped: Any, runner: Any, args: tuple, kwargs: dict) -> Any:
         sampled = tail.views[n] = tail.sampled[:n]
     output = greedy_tail.output_of(sampled)
     rejected = greedy_tail.counts(sampled.device, n)[1]
-    host = tail.host[place][:n]
-    slots, starts, first_rows = state.slots[:n], runner.input_buffers.query_start_loc[: rows + 1], hidden[:n]
 
     def work() -> None:
-        _argmax(runner.model.compute_logits(first_rows), tail.best[:n], sampled)
-        host.copy_(sampled, non_blocking=True)
-        runner.postprocess_sampled(slots, sampled, output.num_sampled, rejected, starts)
+        _argmax(runner.model.compute_logits(hidden[:n]), tail.best[:n], sampled)
+        tail.host[place][:n].copy_(sampled, non_blocking=True)
+        starts = runner.input_buffers.query_start_loc[: rows + 1]
+        runner.postprocess_sampled(state.slots[:n], sampled, output.num_sampled, rejected, starts)
 
     tail.done = None
     replayed, _ = tail.graphs.run((n, rows, place, *_addresses(runner, hidden)), work)
     tail.done, tail.turn = sampled, place
-    tokens = output.__dict__[_STATE] = _HostTokens(host.numpy())
+    tokens = output.__dict__[_STATE] = _HostTokens(tail.numbers[place][:n])
     tail.unread[place] = weakref.ref(tokens)
     if replayed:
         count.hit()

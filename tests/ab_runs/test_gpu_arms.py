@@ -1,0 +1,134 @@
+"""Arms of a GPU comparison: what they are started with, what counts as in force, and what the figures say."""
+
+import json
+import struct
+
+import pytest
+
+from ab_runs.gpu import arms
+from ab_runs.gpu.boots import lines, summary
+from ab_runs.gpu.gemm_quality import judge
+from overlay.catalog import load_catalog
+from overlay.ledger import RECORD
+
+TILES, HOST, OTHER = "gemm-tiles", "sampler-staged-writes", "block-table-dirty"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder: verdicts of the plan, states in the worker, counts of hits."""
+
+    def make(verdicts, states, hits=(), role="engine+worker", digest="d"):
+        folder = tmp_path / "run"
+        folder.mkdir()
+        plan = [{"id": name, "verdict": verdict, "reason": "why", "kind": "code"} for name, verdict in verdicts.items()]
+        (folder / "plan.json").write_text(json.dumps({"digest": "d", "patches": plan}))
+        receipt = {"pid": 7, "role": role, "digest": digest, "runner": "V2", "patches": states}
+        (folder / "receipt-7.json").write_text(json.dumps(receipt))
+        counters = bytearray(8 * RECORD)
+        for at, (name, count) in enumerate(hits):
+            struct.pack_into("=Q", counters, at * RECORD, count)
+            text = f"{name}|hit".encode()
+            counters[at * RECORD + 8 : at * RECORD + 8 + len(text)] = text
+        (folder / "counters-7.bin").write_bytes(counters)
+        return folder
+
+    return make
+
+
+PROVEN = {"state": "applied", "verified": True, "builds": {"a:b": "vllm 0.26.0"}}
+
+
+def test_an_arm_is_good_when_its_patch_is_verified_and_ran(run):
+    said = arms.proof("tiles", run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 3)]))
+    assert said["problems"] == []
+    assert said["in_force"] == {TILES: {"builds": ["vllm 0.26.0"], "counters": {"hit": 3}}}
+
+
+@pytest.mark.parametrize(
+    ("verdict", "state", "hits", "problem"),
+    [
+        ("inapplicable", {}, (), "NOT IN FORCE: inapplicable: why"),
+        ("apply", {"state": "failed", "reason": "drift"}, (), "NOT IN FORCE: drift"),
+        ("apply", {"state": "applied"}, [(TILES, 3)], "never verified"),
+        ("apply", PROVEN, (), "never ran"),
+        # what another arm may lack without harm, this one is about
+        ("apply", {"state": "waiting"}, (), "never imported"),
+    ],
+)
+def test_an_arm_without_its_patch_is_a_problem(run, verdict, state, hits, problem):
+    problems = arms.proof("tiles", run({TILES: verdict}, {TILES: state}, hits))["problems"]
+    assert any(TILES in line and problem in line for line in problems)
+
+
+@pytest.mark.parametrize(
+    ("reason", "problems"), [("what came up is not what it is for: the runner is V2, not V1", 0), ("ValueError: broken", 1)]
+)
+def test_a_patch_for_another_runner_is_no_problem_and_a_failed_one_is(run, reason, problems):
+    states = {HOST: PROVEN, OTHER: {"state": "failed", "reason": reason}}
+    said = arms.proof("host", run({HOST: "apply", OTHER: "apply"}, states))
+    assert len(said["problems"]) == problems and list(said["in_force"]) == [HOST]
+    assert (OTHER in said["elsewhere"]) == (not problems)
+
+
+@pytest.mark.parametrize(("more", "problem"), [({"role": "api"}, "no worker"), ({"digest": "e"}, "one plan")])
+def test_processes_must_be_there_and_of_one_plan(run, more, problem):
+    problems = arms.proof("tiles", run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 1)], **more))["problems"]
+    assert any(problem in line for line in problems)
+
+
+def test_a_launch_that_ended_early_is_a_problem(tmp_path):
+    assert arms.proof("tiles", tmp_path)["problems"]
+    assert arms.proof("stock", tmp_path / "nothing")["problems"] == []
+
+
+def test_tiles_switches_off_every_other_patch_and_names_none(tmp_path):
+    assert arms.settings("tiles")["patches"] == dict.fromkeys(set(load_catalog()) - {TILES}, False)
+    assert arms.settings("all")["patches"] == arms.settings("host")["patches"] == {}
+    assert arms.settings("all", tmp_path)["patches"] == {TILES: {"tables": str(tmp_path)}}
+    assert arms.settings("host", tmp_path)["patches"] == {}
+
+
+def test_only_stock_is_started_without_the_launcher(tmp_path):
+    assert "launch.py" not in " ".join(arms.command("stock", ["x.py"], tmp_path / "run"))
+    words = arms.command("tiles", ["x.py", "--child"], tmp_path / "run")
+    assert words[1].endswith("launch.py") and words[-2:] == ["x.py", "--child"]
+    assert json.loads((tmp_path / "run.yaml").read_text())["exactness"] == "rounding"
+
+
+def engine(arm, place, tpot, answers="a", problems=()):
+    times = {1: [{"tpot_ms": value, "answers": answers} for value in tpot]}
+    return {
+        "name": arm, "model": "m", "arm": arm, "pass": place[0], "wave": place[1], "problems": list(problems),
+        "ready": {"tokens": [1, 2, 3] if arm == "stock" else [1, 2, 4]}, "times": times,
+    }  # fmt: skip
+
+
+def test_the_ratio_is_taken_within_a_wave_and_ranges_over_boots():
+    records = [
+        engine("stock", (1, 1), [2.0, 2.2, 2.1]), engine("tiles", (1, 1), [1.0, 1.1, 1.05]),
+        engine("stock", (2, 2), [3.0]), engine("tiles", (2, 2), [2.0], answers="b"),
+    ]  # fmt: skip
+    row = summary(records)[1]
+    assert row["batches"][1]["ratio_range"] == pytest.approx([1.5, 2.0]) and row["batches"][1]["ratio"] == pytest.approx(1.75)
+    assert row["answers_as_stock"] == "3 of 4" and row["first_tokens_as_stock"] == [2, 2]
+
+
+def test_a_stock_of_another_wave_of_the_same_pass_serves():
+    records = [
+        engine("stock", (1, 1), [2.0]),
+        engine("tiles", (1, 2), [1.0], problems=["gone"]),
+        engine("stock", (2, 3), [9.0]),
+    ]
+    row = next(row for row in summary(records) if row["arm"] == "tiles")
+    assert row["batches"][1]["ratio"] == 2.0
+    assert "NOT VALID" in next(line for line in lines([row]))
+
+
+def test_a_divergence_is_a_near_tie_only_within_the_rounding_seen():
+    stock = {"quality": {"16": [[-1.0, -2.0]]}, "greedy": [{"tokens": [1, 2], "best": [[-0.1, -3.0], [-0.70, -0.71]]}]}
+    tiles = {"quality": {"16": [[-1.01, -2.0]]}, "greedy": [{"tokens": [1, 3], "best": []}]}
+    found = judge({"stock": stock, "tiles": tiles})["tiles"]
+    assert found["near_ties"] and found["equal_answers"] == "0 of 1" and found["largest_gap_nats"] == pytest.approx(0.01)
+    stock["greedy"][0]["best"][1] = [-0.7, -1.7]
+    assert not judge({"stock": stock, "tiles": tiles})["tiles"]["near_ties"]
