@@ -48,7 +48,7 @@ def test_a_start_that_leaves_it_off_hears_what_was_measured_and_the_flag() -> No
     line = gemm_tiles.measured_gain(H200)
     assert "NVIDIA H200 with Qwen3-4B" in line and "--overlay-exactness rounding" in line and "\n" not in line
     records = {record["model"]["name"]: record for record in summary.served()}
-    assert f"{records['Qwen3-4B']['stock_ms']:.2f} -> {records['Qwen3-4B']['patched_ms']:.2f} ms" in line
+    assert f"{records['Qwen3-4B']['without_ms']:.2f} -> {records['Qwen3-4B']['with_ms']:.2f} ms" in line
 
 
 def test_a_model_that_was_not_served_hears_of_its_products_alone() -> None:
