@@ -20,8 +20,8 @@ PATCH = Patch(
     kind=Kind.CONFIG,
     summary="FlashAttention 3 may split long contexts further where few KV heads leave multiprocessors idle",
     why=(
-        "32 splits x 2 KV heads are 64 thread blocks at batch 1; an H200 has 132 multiprocessors. At 16,384 tokens a layer takes "
-        "18.5 us with 16 splits and 15.5 us with 32, still falling; more than 32 were not measured."
+        "32 splits x 2 KV heads are 64 thread blocks at batch 1; an H200 has 132 multiprocessors. At 16,384 tokens a layer "
+        "takes 18.5 us with 16 splits and 15.5 us with 32, still falling; more than 32 were not measured."
     ),
     remove_when="vLLM sizes the bound by the device and the KV heads of a rank",
     exactness=Exactness.ROUNDING,
