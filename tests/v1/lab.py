@@ -22,7 +22,7 @@ from typing import Any
 MAX_REQS = 8
 MAX_LEN = 256
 MAX_TOKENS = 64  # of a step: prompts longer than this come in chunks
-BLOCKS = 96  # few enough that requests are preempted
+BLOCKS = 96
 
 
 def prepare(root: str | None, version: str) -> None:
@@ -134,6 +134,8 @@ def init_distributed() -> None:
 class Lab:
     """One runner and one scheduler under one seed."""
 
+    preemptions = 0  # of all labs of this process
+
     def __init__(self, seed: int, groups: int = 2, mrope: bool = False) -> None:
         import torch
         from vllm.config import set_current_vllm_config
@@ -163,9 +165,19 @@ class Lab:
         if mrope:  # the model computes these, and there is none
             self.runner._init_mrope_positions = self._mrope_positions
         self.scheduler = self._make_scheduler()
+        self._count_preemptions()
         self.names = 0
         self.pending: list[tuple[Any, Any]] = []  # steps whose tokens the scheduler has not heard of
         self.running: set[str] = set()
+
+    def _count_preemptions(self) -> None:
+        original = self.scheduler._preempt_request
+
+        def preempt(*args: Any, **kwargs: Any) -> Any:
+            Lab.preemptions += 1
+            return original(*args, **kwargs)
+
+        self.scheduler._preempt_request = preempt
 
     def _make_batch(self, groups: int) -> None:
         """The runner's ``InputBatch`` for these groups, as ``may_reinitialize_input_batch`` makes it."""

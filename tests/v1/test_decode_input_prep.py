@@ -5,6 +5,10 @@ def test_every_buffer_equals_the_stock_twins_after_every_step(in_release, releas
     in_release(release, "preparation:every_buffer_equals_the_stock_twins_after_every_step")
 
 
+def test_preempted_and_resumed_requests_leave_what_the_stock_twin_leaves(in_release, release):
+    in_release(release, "preparation:preempted_and_resumed_requests_leave_what_the_stock_twin_leaves")
+
+
 def test_every_buffer_equals_the_stock_twins_with_mrope(in_release, release):
     in_release(release, "preparation:every_buffer_equals_the_stock_twins_with_mrope")
 

@@ -23,15 +23,18 @@ def history(seed: int, steps: int, patches: tuple[str, ...], release: str, **set
 
     options = settings.pop("options", {})
     touch = settings.pop("touch", None)
+    load = settings.pop("load", ())  # (prompt tokens, tokens to generate) of all requests, in place of random ones
     seen = []
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(applied(patch, version=release, **options.get(patch, {})))
         world = lab.Lab(seed, **settings)
+        for length, tokens in load:
+            world.add(length, tokens)
         for step in range(steps):
             if touch is not None:
                 touch(world, step)
-            returned = world.step()
+            returned = world.step(churn=not load)
             if returned is not None:
                 seen.append(snapshot(world.runner, returned))
     return seen
@@ -47,7 +50,7 @@ def assert_twins(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
 
 
 def check_every_buffer_equals_the_stock_twins_after_every_step(release: str) -> dict[str, Any]:
-    """All patches together: chunked prefill, decode of N, new, finished, aborted, preempted, resumed, prefix hits."""
+    """All patches together: chunked prefill, decode of N, new, finished, aborted, prefix hits."""
     patches = tuple(p for p in TOGETHER if p != "mrope-pinned-copy")
     before = {p: counted(p) for p in patches}
     assert_twins(history(11, STEPS, patches, release), history(11, STEPS, (), release))
@@ -56,6 +59,25 @@ def check_every_buffer_equals_the_stock_twins_after_every_step(release: str) -> 
     assert events["block-table-dirty"]["hit"] > 20, events
     assert events["unchanged-copies"].get("hit", 0) > 5, events
     return events
+
+
+def check_preempted_and_resumed_requests_leave_what_the_stock_twin_leaves(release: str) -> dict[str, Any]:
+    """Four requests that want twice the blocks there are: who loses them starts again when others have finished."""
+    patches = tuple(p for p in TOGETHER if p != "mrope-pinned-copy")
+    before = {p: counted(p) for p in patches}
+    load = [(40, 60), (33, 60), (50, 50), (20, 60)]
+    blocks, lab.BLOCKS = lab.BLOCKS, 30
+    try:
+        preempted = lab.Lab.preemptions
+        ours = history(17, 110, patches, release, load=load)
+        mine = lab.Lab.preemptions - preempted
+        assert_twins(ours, history(17, 110, (), release, load=load))
+    finally:
+        lab.BLOCKS = blocks
+    assert mine > 0 and lab.Lab.preemptions == preempted + 2 * mine, "other preemptions than the stock twin's, or none"
+    events = {p: spent(p, before[p]) for p in patches}
+    assert events["decode-input-prep"]["hit"] > 30, events
+    return events | {"preemptions": {"hit": mine}}
 
 
 def check_every_buffer_equals_the_stock_twins_with_mrope(release: str) -> dict[str, Any]:

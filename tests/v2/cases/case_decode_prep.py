@@ -48,6 +48,7 @@ class Original(Exception):
         ("model_state.num_new_sampled_tokens_per_step", 0, "more than one token sampled a step"),
         ("runner.fast_prefill", object(), "fast prefill"),
         ("runner.ubatch_runner", object(), "microbatches"),
+        ("runner.model_config", SimpleNamespace(rswa_window=64), "R-SWA"),
         ("batch.has_prefill", True, "prefill in the batch"),
     ],
 )

@@ -20,7 +20,7 @@ def test_histories_leave_every_buffer_as_the_original_does(qwen: Engine, seed: i
     assert counts["hit: sampler"] > len(stock.steps) // 3
     assert counts["hit: block tables"] > 0
     assert counts["hit: gather"] > 0
-    assert counts["refused: sampler: requests added"] >= 5
+    assert counts["refused: sampler: requests added"] >= 3
 
 
 class Custom:

@@ -26,6 +26,7 @@ def test_together_they_change_nothing_that_can_be_read(qwen: Engine) -> None:
         patched = qwen.run(3, "greedy", 4)
     assert_equal(stock, patched)
     assert prep["hit"] > 0 and tail["hit"] > 0
+    assert stock.preemptions > 0
 
 
 def test_two_cache_groups(gemma: Engine) -> None:
@@ -55,5 +56,6 @@ def test_under_speculation_with_rejections(speculating: Engine) -> None:
         patched = speculating.run(5, "speculative")
     assert_equal(stock, patched)
     assert writes["hit: sampler"] > 0 and kept["hit"] > 0
+    assert stock.preemptions > 0
     assert "hit" not in prep and "hit" not in tail
     assert sum(prep.values()) > 0 and tail["refused: speculation"] > 0

@@ -57,10 +57,13 @@ GEMMA3 = QWEN3 | {  # full and sliding-window layers: two KV cache groups
 
 @dataclass
 class Trace:
-    """What a history produced. outputs: request -> what it got. steps: one digest a step of all that could be read."""
+    """What a history produced. outputs: request -> what it got. steps: one digest a step of all that could be read.
+    preemptions: how often a running request lost its blocks.
+    """
 
     outputs: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, str]] = field(default_factory=list)
+    preemptions: int = 0
 
 
 class Engine:
@@ -79,7 +82,7 @@ class Engine:
             "max_num_seqs": 4,  # fewer than the requests: whoever waits gets a freed slot in the very next step
             "max_num_batched_tokens": 64,
             "block_size": 32,
-            "num_gpu_blocks_override": 11,  # fewer than four long requests need: preemption
+            "num_gpu_blocks_override": 7,  # six to use, fewer than four requests need: preemption
             "dtype": "float32",
             "seed": 0,
             "disable_log_stats": True,
@@ -91,6 +94,7 @@ class Engine:
         self._spread_weights()
         self.pad_to = 1
         self._pad_decode_batches()
+        self._count_preemptions()
         self.trace: Trace | None = None
         self.runner.model.register_forward_pre_hook(self._before_forward)
         self.snapshot = {name: value.clone() for name, value in self.tensors()}
@@ -119,6 +123,17 @@ class Engine:
             return desc, sync
 
         model_runner.dispatch_cg_and_sync_dp = dispatch
+
+    def _count_preemptions(self) -> None:
+        scheduler = self.core.scheduler
+        original = scheduler._preempt_request
+
+        def preempt(*args: Any, **kwargs: Any) -> Any:
+            if self.trace is not None:
+                self.trace.preemptions += 1
+            return original(*args, **kwargs)
+
+        scheduler._preempt_request = preempt
 
     # -- state
 
@@ -249,7 +264,7 @@ def requests(rnd: random.Random, kind: str) -> Iterator[tuple[int, str, int, int
     """(step of arrival, name, tokens of its own, tokens of the shared prefix, parameters)."""
     at = 0
     for i in range(7):
-        base: dict[str, Any] = {"max_tokens": rnd.randint(5, 24), "temperature": 0.0, "detokenize": False, "seed": i}
+        base: dict[str, Any] = {"max_tokens": rnd.randint(5, 40), "temperature": 0.0, "detokenize": False, "seed": i}
         base["ignore_eos"] = rnd.random() < 0.8
         if kind != "greedy" and (kind == "processed" or rnd.random() < 0.4):
             base |= rnd.choice([p for p in PROCESSING if kind != "speculative" or not {"min_p", "logit_bias"} & set(p)])
@@ -315,6 +330,7 @@ def assert_equal(stock: Trace, patched: Trace) -> None:
     for i, (one, other) in enumerate(zip(stock.steps, patched.steps, strict=True)):
         assert one == other, f"step {i}: {[name for name in one if one[name] != other[name]]} differ"
     assert stock.outputs == patched.outputs
+    assert stock.preemptions == patched.preemptions
 
 
 _engines: dict[str, Engine] = {}
