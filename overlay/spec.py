@@ -155,7 +155,8 @@ class Patch:
     condition: where it may be used. superseded: name of a probe ``(facts) -> str | None`` in the module: the reason
         why this build does it already.
     config: name of a function ``(facts, options) -> Contribution`` (config patches).
-    after, conflicts, requires: ids of other patches.
+    after, conflicts, requires: ids of other patches. One that it requires has to be in force in the same process, or this one
+        is not; it is applied behind them and behind those in ``after``.
     process: where a code patch must be in force: ``worker``, ``engine`` or ``api``.
     live: paths from the worker to objects whose class must carry the patch (``"model_runner"``,
         ``"model_runner.input_batch.block_table.block_tables.0"``): proof that the patched class is the one in use.
