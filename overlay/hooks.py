@@ -57,7 +57,7 @@ class Hooks:
                     self.finder.replace[module] = patch
                 continue
             assumed = {at.partition(":")[0] for at in order["assumes"]} - modules
-            # Those whose code has run already; one whose code is running (it imports a target) is waited for.
+            # One whose code is still running, because it imports a target, has not all of its names yet: it is waited for.
             modules |= {name for name in assumed if not _complete(name)}
             others = {*order["after"], *order["requires"]} & set(self.patches)
             waits = set(modules) | {f"patch {other}" for other in others}

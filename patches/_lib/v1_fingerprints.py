@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-RELEASES = ("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
+from patches._lib.fingerprints import RELEASES, by_release
 
 
 def seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (no such target there).
-
-    Fewer digests than releases: the patch ends with the release before.
-    """
-    found: dict[str, str] = {}
-    last = "-"
-    for release, digest in zip(RELEASES, digests.split(), strict=False):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
+    """See ``by_release``. Fewer digests than releases: the patch ends with the release before."""
+    return by_release(digests, RELEASES[: len(digests.split())])
 
 
 def own_runner(facts: Any) -> str | None:

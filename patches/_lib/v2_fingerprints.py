@@ -1,16 +1,10 @@
-"""Digests of the V2 patches' targets, release by release."""
+"""Digests of the V2 patches' targets: the runner is there from 0.23.0 on."""
 
 from __future__ import annotations
 
-RELEASES = ("0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0")
+from patches._lib.fingerprints import RELEASES, by_release
 
 
 def seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's, ``-`` none (no such target there)."""
-    found: dict[str, str] = {}
-    last = "-"
-    for release, digest in zip(RELEASES, digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        if last != "-":
-            found[f"vllm {release}"] = last
-    return found
+    """See ``by_release``; without a digest for 0.18.1."""
+    return by_release(digests, RELEASES[1:])

@@ -15,20 +15,11 @@ from typing import Any
 
 from overlay.runtime import Counters
 from overlay.spec import ENGINE, Condition, Exactness, Kind, Patch, Target
+from patches._lib.fingerprints import by_release
 
 _CORE = "vllm.v1.core"
 _COORDINATOR = f"{_CORE}.kv_cache_coordinator:KVCacheCoordinator"
 _MANAGER = f"{_CORE}.single_type_kv_cache_manager:SingleTypeKVCacheManager"
-
-
-def _seen(digests: str) -> dict[str, str]:
-    """One digest a release, in order; ``=`` the release before's."""
-    found: dict[str, str] = {}
-    last = ""
-    for release, digest in zip(("0.18.1", "0.23.0", "0.26.0", "0.28.0", "0.32.0", "0.33.0"), digests.split(), strict=True):
-        last = last if digest == "=" else digest
-        found[f"vllm {release}"] = last
-    return found
 
 
 PATCH = Patch(
@@ -45,47 +36,47 @@ PATCH = Patch(
         Target(
             at=f"{_CORE}.kv_cache_manager:KVCacheManager.allocate_slots",
             use="allocate_slots",
-            fingerprints=_seen("e47a55008a5a2e09 3569b5b6fe5cc4b9 7a2b20d05d5f32ff = ba8844472b6e3165 ="),
+            fingerprints=by_release("e47a55008a5a2e09 3569b5b6fe5cc4b9 7a2b20d05d5f32ff = ba8844472b6e3165 ="),
         ),
     ),
     assumes=(
         Target(
             at=f"{_CORE}.kv_cache_manager:KVCacheManager.create_kv_cache_blocks",
-            fingerprints=_seen("c5d4506219075d7f = = = = ="),
+            fingerprints=by_release("c5d4506219075d7f = = = = ="),
         ),
         Target(
             at=f"{_COORDINATOR}.remove_skipped_blocks",
-            fingerprints=_seen("d197368db3abd69c = fd933fd30633312a = = ="),
+            fingerprints=by_release("d197368db3abd69c = fd933fd30633312a = = ="),
         ),
         Target(
             at=f"{_COORDINATOR}.get_num_blocks_to_allocate",
-            fingerprints=_seen("5606648b23176ac6 6aaa6d4f02b9e2db 44997fd0983735a8 = 5c1990dd6f7d9025 ="),
+            fingerprints=by_release("5606648b23176ac6 6aaa6d4f02b9e2db 44997fd0983735a8 = 5c1990dd6f7d9025 ="),
         ),
-        Target(at=f"{_COORDINATOR}.allocate_new_blocks", fingerprints=_seen("ce9a63b607f379c8 = = = = =")),
+        Target(at=f"{_COORDINATOR}.allocate_new_blocks", fingerprints=by_release("ce9a63b607f379c8 = = = = =")),
         Target(
             at=f"{_COORDINATOR}.cache_blocks",
-            fingerprints=_seen("dc77b9922098a071 394089e1de659cd1 = 3a69924250fb4d01 62ad235561d304f4 1d48820ed78845d3"),
+            fingerprints=by_release("dc77b9922098a071 394089e1de659cd1 = 3a69924250fb4d01 62ad235561d304f4 1d48820ed78845d3"),
         ),
         Target(
             at=f"{_MANAGER}.remove_skipped_blocks",
-            fingerprints=_seen("08d6465d832ea891 027d478af515292b 9f6eec11d455aa98 = = ="),
+            fingerprints=by_release("08d6465d832ea891 027d478af515292b 9f6eec11d455aa98 = = ="),
         ),
-        Target(at=f"{_MANAGER}.get_num_skipped_tokens", fingerprints=_seen("0da57ffb52d1f505 = = = = =")),
+        Target(at=f"{_MANAGER}.get_num_skipped_tokens", fingerprints=by_release("0da57ffb52d1f505 = = = = =")),
         Target(
             at=f"{_MANAGER}.get_num_blocks_to_allocate",
-            fingerprints=_seen("23a0f917fd083ba6 b7d72f3fa392656d 939032d719e3525a = 975a8941bb8aeece ="),
+            fingerprints=by_release("23a0f917fd083ba6 b7d72f3fa392656d 939032d719e3525a = 975a8941bb8aeece ="),
         ),
         Target(
             at=f"{_MANAGER}.allocate_new_blocks",
-            fingerprints=_seen("4f3a8732dd92abcf bb9598854c7236ae 997052c7c992a67f = = ="),
+            fingerprints=by_release("4f3a8732dd92abcf bb9598854c7236ae 997052c7c992a67f = = ="),
         ),
         Target(
             at=f"{_MANAGER}.cache_blocks",
-            fingerprints=_seen("59ed6e237fe3e305 82edcfe1b4e3f10d 45cc5678131b80c1 = 88114e13067d6928 3b00dbd793b26e17"),
+            fingerprints=by_release("59ed6e237fe3e305 82edcfe1b4e3f10d 45cc5678131b80c1 = 88114e13067d6928 3b00dbd793b26e17"),
         ),
         Target(
             at=f"{_CORE}.single_type_kv_cache_manager:FullAttentionManager",
-            fingerprints=_seen(
+            fingerprints=by_release(
                 "d2b7eea287345e68 c82e7f5b37544ffc 4a36228751f77544 0e99a44792c8dda0 4438bbb37ff2434c fa2ae5b5aec9ab12"
             ),
         ),

@@ -18,8 +18,8 @@ from typing import Any
 
 from overlay.runtime import Counters, options
 from overlay.spec import Condition, Exactness, Kind, Option, Patch, Target
+from patches._lib.fingerprints import by_release
 from patches._lib.step_graphs import StepGraphs
-from patches._lib.v1_fingerprints import seen
 
 _BUILDER = "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder"
 
@@ -37,23 +37,25 @@ PATCH = Patch(
         Target(
             at=f"{_BUILDER}.build",
             use="build",
-            fingerprints=seen("131cbdcd158f89a3 3d58d41e4fc34e64 2ba758d75df32254 fc9dd3a58003d792 ebfa7394e21bf066 ="),
+            fingerprints=by_release("131cbdcd158f89a3 3d58d41e4fc34e64 2ba758d75df32254 fc9dd3a58003d792 ebfa7394e21bf066 ="),
         ),
     ),
     assumes=(
         Target(
             at=f"{_BUILDER}.__init__",
-            fingerprints=seen("da0ae8cb32e29715 4e5235e204b504a1 f66356a94e69eae8 db6b3cd9eb2c6fc5 cfce5023ddb9fc7e ="),
+            fingerprints=by_release("da0ae8cb32e29715 4e5235e204b504a1 f66356a94e69eae8 db6b3cd9eb2c6fc5 cfce5023ddb9fc7e ="),
         ),
         Target(
             at=f"{_BUILDER}._store_scheduler_metadata",
-            fingerprints=seen("- - - d6196c768effb536 = ="),
+            fingerprints=by_release("- - - d6196c768effb536 = ="),
             versions=">=0.28.0",
         ),
-        Target(at=f"{_BUILDER}._get_scheduler_metadata", fingerprints=seen("- - - d467334ddb742571 = ="), versions=">=0.28.0"),
+        Target(
+            at=f"{_BUILDER}._get_scheduler_metadata", fingerprints=by_release("- - - d467334ddb742571 = ="), versions=">=0.28.0"
+        ),
         Target(
             at="vllm.vllm_flash_attn.flash_attn_interface:get_scheduler_metadata",
-            fingerprints=seen("d50abb5d1162384c = = = = ="),
+            fingerprints=by_release("d50abb5d1162384c = = = = ="),
         ),
     ),
     condition=Condition(
