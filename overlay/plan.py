@@ -15,6 +15,7 @@ from overlay.catalog import SHIPPED, Entry, order
 from overlay.config import Choice, Settings
 from overlay.facts import Facts
 from overlay.fingerprint import MissingTarget, SourceCache
+from overlay.runtime import set_options
 from overlay.serve_args import ServeArgs
 from overlay.spec import WORKER, Contribution, Kind, Target, Verdict
 from overlay.versions import in_range
@@ -159,6 +160,7 @@ class _Planner:
             return say(Verdict.OFF, f"the overlay is off ({self.settings.source.get('enabled', 'settings')})")
         if choice.named and not choice.on:
             return say(Verdict.OFF, f"switched off by {choice.source}")
+        set_options(name, options)  # conditions may ask for them, as they may in the processes
         failed = list(conditions.failures(patch.condition, self.facts, module))
         deferred: tuple[str, ...] = ()
         # only the worker checks conditions again: what is in force elsewhere, or is no code, must be known now

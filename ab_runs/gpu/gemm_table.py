@@ -1,11 +1,12 @@
-"""The shipped table of a sweep: its records without programmatic launch, which measured slower in service.
+"""The shipped table from the records of sweeps: products and MLPs.
 
-    python ab_runs/gpu/gemm_table.py RECORDS.jsonl MACHINE.json TABLE.json [PAGE.md]
+    python ab_runs/gpu/gemm_table.py MACHINE.json TABLE.json PAGE.md RECORDS.jsonl [RECORDS.jsonl ...]
 
-PAGE.md: all products by model as a page to read.
+PAGE.md: the bf16 products of whole models as a page to read, and the MLPs.
 
-A sweep that also tried programmatic launch holds, per product, the best tiles' raw times without it (``tried``) and their
-times after a small kernel (``finalists``). An entry is kept where such a tile is beyond the margin in both.
+Products are taken without programmatic launch, which measured slower in service. A sweep that also tried it holds, per
+product, the best tiles' raw times without it (``tried``) and their times after a small kernel (``finalists``). An entry
+is kept where such a tile is beyond the margin in both.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ NOTE = "ab_runs/gpu/gemm_sweep.py: graph replay, weights from memory; all record
 
 
 def without_programmatic_launch(record: dict[str, Any]) -> dict[str, Any]:
+    """A product's record as if the launch had not been tried; one that did not try it as it is."""
+    if not any(tile["pdl"] for _, tile in record.get("finalists", [])):
+        return record
     raw = {json.dumps(tile, sort_keys=True): us for us, tile in record.get("tried", [])}
     plain = [(us, tile) for us, tile in record.get("finalists", []) if not tile["pdl"]]
     if not plain:
@@ -82,15 +86,46 @@ def page(records: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def mlp_page(records: list[dict[str, Any]]) -> str:
+    """All MLPs: the platform's, by the table's products, and fused."""
+    from ab_runs.gpu.gemm_mlp import MODELS
+
+    names = {sizes: name for name, sizes in MODELS.items()}
+    lines = [
+        "",
+        "## MLPs",
+        "",
+        "Gate/up product, activation and down product behind a small kernel whose time is taken off (overlay/tune/mlp.py).",
+        "Gated: the activation inside the first product's kernel. Chained: besides, the second product starts early.",
+        "",
+        "| rows | model | hidden, inner | cuBLAS | tiles | gated | chained | limit | of the limit | kept |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for record in records:
+        _, dtype, rows, hidden, inner = record["cell"]
+        if dtype != "bfloat16":
+            continue
+        forms = record["forms_us"]
+        us = [f"{forms[name]:.2f}" for name in ("original", "tiles", "gated", "chained")]
+        best = min(forms["gated"], forms["chained"])
+        kept = record["winner"] if record["kept"] else record["why"]
+        row = (rows, names.get((hidden, inner), "-"), f"{hidden}, {inner}", *us, f"{record['limit_us']:.2f}",
+               f"{record['limit_us'] / best:.0%}", kept)  # fmt: skip
+        lines.append("| " + " | ".join(map(str, row)) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    records, machine, target = (Path(argument) for argument in sys.argv[1:4])
-    found = [without_programmatic_launch(record) for record in search.read_log(records)]
-    made = search.to_table(found, json.loads(machine.read_text()), margin=MARGIN, note=NOTE)
+    machine, target, readable = (Path(argument) for argument in sys.argv[1:4])
+    records = [record for path in sys.argv[4:] for record in search.read_log(Path(path))]
+    mlps = [record for record in records if record["cell"][0] == "mlp"]
+    products = [without_programmatic_launch(record) for record in records if record["cell"][0] != "mlp"]
+    head = json.loads(machine.read_text())
+    made = search.to_table([*products, *mlps], head, margin=MARGIN, note=NOTE)
     table.save(made, target)
-    print(f"{len(made.entries)} of {len(found)} products kept")
-    if len(sys.argv) > 4:
-        Path(sys.argv[4]).write_text(page(found, json.loads(machine.read_text())))
-    for record in found:
+    print(f"{len(made.entries)} of {len(products)} products and {len(made.mlps)} of {len(mlps)} MLPs kept")
+    readable.write_text(page([record for record in products if record["cell"][0] == "bfloat16"], head) + mlp_page(mlps))
+    for record in (*products, *mlps):
         if not record["kept"]:
             print(search.describe(record))
 

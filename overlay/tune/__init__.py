@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from patches._lib.gemm import table
-from patches._lib.gemm.shapes import products
+from patches._lib.gemm.shapes import gated_mlps, products
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -41,11 +41,14 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
-    """The products to measure: (dtype, rows, n, k). Raises ValueError with what is wrong."""
+def cells_of(args: argparse.Namespace) -> list[tuple[Any, ...]]:
+    """What to measure: products, (dtype, rows, n, k), and of a model on one rank its gated MLP, ("mlp", dtype, rows, hidden,
+    inner). Raises ValueError with what is wrong.
+    """
     rows = _numbers(args.rows, "--rows")
     if bad := [m for m in rows if not 1 <= m <= table.MAX_ROWS]:
         raise ValueError(f"--rows: {bad[0]} is not between 1 and {table.MAX_ROWS}")
+    mlps: list[tuple[int, int]] = []
     if args.shapes:
         shapes = []
         for part in args.shapes.split(","):
@@ -53,11 +56,14 @@ def cells_of(args: argparse.Namespace) -> list[tuple[str, int, int, int]]:
                 raise ValueError(f"--shapes: {part!r} is not NxK")
             shapes.append((int(match[1]), int(match[2])))
     elif args.model:
-        found = products(read_config(args.model), args.tensor_parallel_size)
+        config = read_config(args.model)
+        found = products(config, args.tensor_parallel_size)
         shapes = [(product.n, product.k) for product in found]
+        mlps = gated_mlps(config) if args.tensor_parallel_size == 1 else []
     else:
         raise ValueError("give a MODEL or --shapes")
-    return [(args.dtype, m, n, k) for m in rows for n, k in dict.fromkeys(shapes)]
+    cells: list[tuple[Any, ...]] = [(args.dtype, m, n, k) for m in rows for n, k in dict.fromkeys(shapes)]
+    return cells + [("mlp", args.dtype, m, hidden, inner) for m in rows for hidden, inner in mlps]
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -91,8 +97,8 @@ def main(argv: list[str]) -> int:
         print(f"overlay tune: {error}", file=sys.stderr)
         return 2
     if args.list:
-        for dtype, m, n, k in cells:
-            print(f"{dtype} {m} x {n} x {k}")
+        for cell in cells:
+            print("{1} {2} x MLP {3}, {4}".format(*cell) if cell[0] == "mlp" else "{} {} x {} x {}".format(*cell))
         return 0
     import torch
 
@@ -102,7 +108,7 @@ def main(argv: list[str]) -> int:
     return tune(args, cells)
 
 
-def tune(args: argparse.Namespace, cells: list[tuple[str, int, int, int]]) -> int:
+def tune(args: argparse.Namespace, cells: list[tuple[Any, ...]]) -> int:
     """Measure, and write the table after the last product or when the time is over."""
     from overlay.tune import measure, search
     from overlay.tune.candidates import candidates
@@ -114,31 +120,38 @@ def tune(args: argparse.Namespace, cells: list[tuple[str, int, int, int]]) -> in
     _same_machine(log, machine)
     known = {record["cell"] for record in search.read_log(log)}
     left = [cell for cell in cells if cell not in known]
-    print(f"{len(cells)} products on {machine['name']}, {len(cells) - len(left)} of them known from {log}", flush=True)
+    print(f"{len(cells)} cells on {machine['name']}, {len(cells) - len(left)} of them known from {log}", flush=True)
     if left:
+        from overlay.tune import mlp
+
         jobs: dict[Any, Any] = {}
-        for dtype, m, n, k in left:
+        alone = [cell for cell in left if cell[0] != "mlp"]
+        for dtype, m, n, k in alone:
             for tile in candidates(m, n, k, int(machine["sms"])):
                 jobs[tile, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (tile, dtype, m, n, k)
         start = time.monotonic()
-        measure.precompile(list(jobs.values()), args.processes)
-        print(f"{len(jobs)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+        gated = mlp.jobs([cell for cell in left if cell[0] == "mlp"], int(machine["sms"]))  # type: ignore[misc]
+        measure.precompile([*jobs.values(), *gated], args.processes)
+        print(f"{len(jobs) + len(gated)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
         machine |= {"copy_gbs": round(measure.copy_bandwidth()), "date": time.strftime("%Y-%m-%d")}
-        bench = measure.Bench(args.dtype, max(n * k for *_, n, k in left))
+        bench = measure.Bench(args.dtype, max((n * k for *_, n, k in alone), default=1))
         seconds = args.minutes * 60 - (time.monotonic() - start)
         search.search(bench, left, log, copy_gbs=machine["copy_gbs"], margin=args.margin, seconds=seconds,
                       say=lambda text: print(text, flush=True))  # fmt: skip
-        (log.with_suffix(".machine.json")).write_text(json.dumps(machine, indent=1), encoding="utf-8")
-    machine = json.loads(log.with_suffix(".machine.json").read_text(encoding="utf-8"))
+        (log.with_suffix(".machine")).write_text(json.dumps(machine, indent=1), encoding="utf-8")
+    machine = json.loads(log.with_suffix(".machine").read_text(encoding="utf-8"))
     found = search.to_table(search.read_log(log), machine, margin=args.margin, note="python -m overlay tune")
     table.save(found, target)
-    print(f"{target}: {len(found.entries)} products faster than the platform's own by more than {args.margin:.0%}")
+    print(
+        f"{target}: {len(found.entries)} products and {len(found.mlps)} MLPs faster than the platform's own by more than "
+        f"{args.margin:.0%}"
+    )
     return 0
 
 
 def _same_machine(log: Path, machine: dict[str, Any]) -> None:
     """Records of another Triton or chip must not be mixed with new ones: they are put aside under another name."""
-    path = log.with_suffix(".machine.json")
+    path = log.with_suffix(".machine")
     if not path.is_file():
         return
     before = json.loads(path.read_text(encoding="utf-8"))

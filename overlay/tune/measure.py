@@ -8,6 +8,7 @@ the figure is what the product adds to a chain of those small kernels. Both arms
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -135,8 +136,8 @@ def copy_bandwidth(device: str = "cuda", nbytes: int = 2**32) -> float:
     return 2 * nbytes / (sorted(times[1:])[len(times) // 2 - 1] * 1e-3) / 1e9
 
 
-def precompile(jobs: list[tuple[Tile, str, int, int, int]], processes: int) -> None:
-    """Compile kernels for (tile, dtype, m, n, k) in several processes; they share Triton's cache on disk."""
+def precompile(jobs: list[tuple[Any, ...]], processes: int) -> None:
+    """Compile kernels for (tile, dtype, m, n, k[, gated]) in several processes; they share Triton's cache on disk."""
     import concurrent.futures
     import multiprocessing
 
@@ -146,10 +147,10 @@ def precompile(jobs: list[tuple[Tile, str, int, int, int]], processes: int) -> N
         list(pool.map(_compile, [jobs[i : i + size] for i in range(0, len(jobs), size)]))
 
 
-def _compile(jobs: list[tuple[Tile, str, int, int, int]]) -> None:
-    for tile, dtype, m, n, k in jobs:
+def _compile(jobs: list[tuple[Any, ...]]) -> None:
+    for tile, dtype, m, n, k, *gated in jobs:
         try:
-            kernels.warm(tile, DTYPES[dtype], m, n, k)
+            kernels.warm(tile, DTYPES[dtype], m, n, k, *gated)
         except Exception as error:  # noqa: BLE001 - a tile that does not compile is measured as such later
             print(f"{tile}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from overlay.tune.candidates import candidates
-from patches._lib.gemm.table import Entry, Table, Tile
+from patches._lib.gemm.table import Entry, Mlp, Table, Tile
 
 Cell = tuple[str, int, int, int]  # dtype, m, n, k
+MlpCell = tuple[str, str, int, int, int]  # "mlp", dtype, m, hidden, inner
 ERROR_LIMIT = 1e-2  # relative; bf16 rounding of the result alone gives about 2e-3
 
 
@@ -82,7 +83,7 @@ def measure_cell(bench: Any, cell: Cell, margin: float, copy_gbs: float, best: i
 
 def search(
     bench: Any,
-    cells: Iterable[Cell],
+    cells: Iterable[Cell | MlpCell],
     log: Path,
     *,
     copy_gbs: float,
@@ -90,17 +91,25 @@ def search(
     seconds: float,
     say: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log."""
+    """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log.
+
+    MLPs come last: they are measured against the best of their products.
+    """
     records = read_log(log)
     done = {record["cell"] for record in records}
-    cells = [cell for cell in cells if cell not in done]
+    cells = sorted((cell for cell in cells if cell not in done), key=lambda cell: cell[0] == "mlp")
     start = time.monotonic()
     with log.open("a", encoding="utf-8") as out:
         for number, cell in enumerate(cells, 1):
             if (spent := time.monotonic() - start) > seconds:
-                say(f"time is over after {spent:.0f} s: {len(cells) - number + 1} products not measured")
+                say(f"time is over after {spent:.0f} s: {len(cells) - number + 1} cells not measured")
                 break
-            record = measure_cell(bench, cell, margin, copy_gbs)
+            if cell[0] == "mlp":
+                from overlay.tune.mlp import measure_mlp
+
+                record = measure_mlp(cell, products_of(cell, records), margin, copy_gbs)
+            else:
+                record = measure_cell(bench, cell, margin, copy_gbs)
             records.append(record)
             out.write(json.dumps(record) + "\n")
             out.flush()
@@ -108,7 +117,19 @@ def search(
     return records
 
 
+def products_of(cell: MlpCell, records: Iterable[dict[str, Any]]) -> tuple[Tile | None, Tile | None]:
+    """The tiles that an MLP's two products have by themselves; None where the platform's own stays."""
+    _, dtype, rows, hidden, inner = cell
+    known = {entry.key: entry.tile for entry in entries(records)}
+    return known.get((dtype, rows, 2 * inner, hidden)), known.get((dtype, rows, hidden, inner))
+
+
 def describe(record: dict[str, Any]) -> str:
+    if record["cell"][0] == "mlp":
+        _, dtype, m, hidden, inner = record["cell"]
+        forms = ", ".join(f"{name} {us:.2f}" for name, us in record.get("forms_us", {}).items())
+        text = f"{dtype} {m} x MLP {hidden}, {inner}: us {forms}; limit {record['limit_us']:.2f}"
+        return text + ("" if record["kept"] else f"; left out: {record['why']}")
     dtype, m, n, k = record["cell"]
     text = f"{dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
     if "us" in record:
@@ -146,12 +167,27 @@ def entries(records: Iterable[dict[str, Any]]) -> list[Entry]:
             error=float(f"{record['error']:.2e}"),
         )
         for record in records
-        if record["kept"]
+        if record["kept"] and record["cell"][0] != "mlp"
+    ]  # fmt: skip
+
+
+def mlps(records: Iterable[dict[str, Any]]) -> list[Mlp]:
+    """The table's MLPs: the records of such that were kept."""
+    return [
+        Mlp(
+            *record["cell"][1:], first=Tile(**record["first"]), second=Tile(**record["second"]) if record["second"] else None,
+            **{name: round(record[name], 2) for name in ("us", "tiles_us", "original_us", "limit_us")},
+            error=float(f"{record['error']:.2e}"),
+        )
+        for record in records
+        if record["kept"] and record["cell"][0] == "mlp"
     ]  # fmt: skip
 
 
 def to_table(records: Iterable[dict[str, Any]], machine: dict[str, Any], *, margin: float, note: str) -> Table:
     """The table of what was kept. machine: what ``measure.versions`` says, with ``copy_gbs`` and ``date``."""
+    records = list(records)
     found = {entry.key: entry for entry in entries(records)}
+    gated = {mlp.key: mlp for mlp in mlps(records)}
     head = {name: machine[name] for name in ("arch", "sms", "triton", "torch", "driver", "date", "copy_gbs")}
-    return Table(path="", devices=(machine["name"],), margin=margin, note=note, entries=found, **head)
+    return Table(path="", devices=(machine["name"],), margin=margin, note=note, entries=found, mlps=gated, **head)

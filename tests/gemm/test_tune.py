@@ -13,7 +13,7 @@ from overlay import tune
 from overlay.tune import search
 from overlay.tune.candidates import candidates
 from patches._lib.gemm import table
-from patches._lib.gemm.shapes import products
+from patches._lib.gemm.shapes import gated_mlps, products
 from patches._lib.gemm.table import Tile
 
 QWEN3_4B = {
@@ -124,6 +124,61 @@ def test_a_wrong_answer_is_never_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "error" in measured(bench)["why"]
 
 
+FAST, SAME = [7.0, 7.1, 7.2], (3e-3, True)
+
+
+@pytest.mark.parametrize(
+    ("times", "checks", "winner", "why"),
+    [
+        ({}, {}, "chained", ""),
+        ({"gated": [6.9, 6.9, 7.0]}, {}, "gated", ""),
+        ({"original": [7.1, 7.2, 7.2]}, {}, "chained", "against original"),
+        ({"tiles": [7.1, 7.15, 7.2]}, {}, "chained", "against tiles"),
+        ({"tiles": [7.19, 7.3, 7.3]}, {}, "chained", "against tiles"),  # its fastest is faster than our slowest
+        ({}, {"chained": (3e-3, False)}, "chained", "two runs differ"),
+        ({}, {"chained": (7e-3, True)}, "chained", "error"),
+        ({}, {"chained": (float("nan"), True)}, "chained", "error"),
+    ],
+)
+def test_a_fused_mlp_is_kept_where_it_beats_both_the_original_and_the_tiles(
+    times: dict, checks: dict, winner: str, why: str
+) -> None:
+    from overlay.tune.mlp import verdict
+
+    all_times = {"original": [13.0] * 3, "tiles": [9.0] * 3, "gated": [8.0] * 3, "chained": FAST} | times
+    all_checks = dict.fromkeys(all_times, SAME) | checks
+    found = verdict(all_times, all_checks, 0.02)
+    assert found[0] == winner and (found[1] == "" if not why else why in found[1])
+
+
+def test_mlp_records_become_the_tables_mlps_and_know_their_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = measured(Bench(monkeypatch, 3.0, 5.0)) | {"cell": ("bfloat16", 1, 2048, 64)}
+    cell = ("mlp", "bfloat16", 1, 64, 1024)
+    assert search.products_of(cell, [product]) == (Tile(**product["winner"]), None)
+    tile = {"kernel": "rows", "bn": 4, "bk": 64}
+    record = {"cell": cell, "kept": True, "first": tile | {"trigger": True}, "second": None, "us": 1.0, "tiles_us": 2.0,
+              "original_us": 3.0, "limit_us": 0.5, "error": 1e-3}  # fmt: skip
+    machine = {"arch": "sm90", "name": "Chip", "sms": 1, "triton": "3.6.0", "torch": "2", "driver": "5", "date": "2026-11-30",
+               "copy_gbs": 4266}  # fmt: skip
+    made = search.to_table([product, record, record | {"cell": (*cell[:2], 2, *cell[3:]), "kept": False}], machine,
+                           margin=0.02, note="")  # fmt: skip
+    assert list(made.entries) == [("bfloat16", 1, 2048, 64)] and list(made.mlps) == [("bfloat16", 1, 64, 1024)]
+    assert made.mlps["bfloat16", 1, 64, 1024].first == Tile("rows", 4, 64, trigger=True)
+
+
+def test_only_a_dense_gated_silu_model_on_one_rank_has_an_mlp_to_tune(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    silu = {"hidden_act": "silu"}
+    assert gated_mlps(QWEN3_4B | silu) == [(2560, 9728)]
+    assert gated_mlps({"text_config": QWEN35_27B["text_config"] | silu}) == [(5120, 17408)]
+    assert gated_mlps(QWEN3_4B) == gated_mlps(QWEN3_4B | {"hidden_act": "gelu"}) == []
+    assert gated_mlps(QWEN3_4B | silu | {"num_experts": 8}) == []
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | silu))
+    tune.main([str(tmp_path), "--rows", "1", "--list"])
+    assert "bfloat16 1 x MLP 2560, 9728" in capsys.readouterr().out
+    tune.main([str(tmp_path), "--rows", "1", "--list", "-tp", "2"])
+    assert " MLP " not in capsys.readouterr().out
+
+
 def test_a_search_started_again_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     cells = [("bfloat16", 1, 4096, 1024), ("bfloat16", 2, 4096, 1024), ("bfloat16", 4, 4096, 1024)]
     done: list = []
@@ -159,7 +214,7 @@ def test_records_of_another_triton_are_put_aside(tmp_path: Path) -> None:
     log = tmp_path / "chip.jsonl"
     log.write_text("{}\n")
     machine = {"arch": "sm90", "name": "Chip", "sms": 1, "triton": "3.6.0"}
-    log.with_suffix(".machine.json").write_text(json.dumps(machine))
+    log.with_suffix(".machine").write_text(json.dumps(machine))
     tune._same_machine(log, machine)
     assert log.exists()
     tune._same_machine(log, machine | {"triton": "3.7.0"})

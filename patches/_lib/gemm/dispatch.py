@@ -11,8 +11,8 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
-from typing import Optional
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import torch
 import triton
@@ -37,40 +37,47 @@ def device_of(index: int) -> table.Device:
 
 
 class Chooser:
-    """The tables of this process's device for one patch, and its counts by reason and by shape."""
+    """What the tables of this process's device have for one patch, and its counts by reason and by shape.
 
-    def __init__(self, patch: str, count: Counters) -> None:
-        self.patch, self.count = patch, count
-        self.entries: dict[table.Key, table.Tile] | None = None
+    kind: ``entries`` (products, by n and k) or ``mlps`` (by hidden and inner). settings: the patch whose options say where
+    tables are and up to how many rows they are used.
+    """
+
+    def __init__(self, patch: str, count: Counters, kind: str = "entries", settings: str = "") -> None:
+        self.patch, self.count, self.kind, self.settings = patch, count, kind, settings or patch
+        self.entries: dict[table.Key, Any] | None = None
         self.by_shape: dict[tuple[str, int, int], list[int]] = {}
         self.prepared: set[tuple[str, int, int]] = set()
 
     def load(self, device: torch.device) -> None:
         """Read the tables once. A table that is not for this device is left out, with the reason in the log."""
-        extra = str(options(self.patch).get("tables", "") or "")
-        found, used, rejected = table.choose(device_of(device.index or 0), table.folders(extra))
-        rows = int(options(self.patch).get("max_rows", table.MAX_ROWS))
-        self.entries = {key: entry.tile for key, entry in found.items() if key[1] <= rows}
+        extra = str(options(self.settings).get("tables", "") or "")
+        chosen = table.choose(device_of(device.index or 0), table.folders(extra))
+        rows = int(options(self.settings).get("max_rows", table.MAX_ROWS))
+        self.entries = {key: entry for key, entry in getattr(chosen, self.kind).items() if key[1] <= rows}
         for dtype, m, n, k in self.entries:
             self.by_shape.setdefault((dtype, n, k), []).append(m)
-        for reason in rejected:
+        for reason in chosen.rejected:
             log.info("%s: table left out: %s", self.patch, reason)
-        log.info("%s: %d products from %s", self.patch, len(self.entries), ", ".join(used) or "no table")
+        log.info("%s: %d %s from %s", self.patch, len(self.entries), self.kind, ", ".join(chosen.used) or "no table")
 
-    def tile(self, x: torch.Tensor, weight: torch.Tensor, prepare: Callable[[table.Tile, int], object]) -> table.Tile | None:
-        """The tile for x [M, K] and weight [N, K], or None for the original; counted either way.
+    def find(self, x: torch.Tensor, weights: Sequence[torch.Tensor], prepare: Callable[[Any, int], object]) -> Any:
+        """The entry for x [M, K] and its weights, or None for the original; counted either way.
 
-        prepare(tile, rows) launches a tile on throw-away input. Every number of rows of a shape is launched once where
+        weights: the one of a product, [N, K]; or the gate and up, [2 * inner, hidden], and the down weight, [hidden, inner].
+        prepare(entry, rows) launches an entry on throw-away input. Every number of rows of a shape is launched once where
         the shape is first seen outside a capture, so that no kernel is compiled or loaded while a graph is captured.
         """
         if self.entries is None:
             self.load(x.device)
-        if x.dim() != 2 or weight.dim() != 2:
+        if x.dim() != 2 or any(weight.dim() != 2 for weight in weights):
             return self.refuse("not two-dimensional")
         dtype = DTYPES.get(x.dtype)
-        if dtype is None or weight.dtype != x.dtype:
+        if dtype is None or any(weight.dtype != x.dtype for weight in weights):
             return self.refuse("dtype")
-        (rows, k), n = x.shape, weight.shape[0]
+        if x.shape[1] != weights[0].shape[1]:
+            return self.refuse("width")  # the original says what is wrong
+        rows, (n, k) = x.shape[0], weights[-1].shape
         shape = (dtype, n, k)
         if shape not in self.by_shape:
             return self.refuse("shape not in the table")
@@ -83,7 +90,8 @@ class Chooser:
         found = self.entries.get((dtype, rows, n, k))
         if found is None:
             return self.refuse("rows not in the table")
-        if x.stride(1) != 1 or not weight.is_contiguous() or x.data_ptr() % 16 or x.stride(0) % 8:
+        layout = x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0
+        if not layout or not all(weight.is_contiguous() for weight in weights):
             return self.refuse("layout")
         self.count.hit()
         self.count.add(f"hit {rows}x{n}x{k}")
@@ -92,7 +100,7 @@ class Chooser:
     def refuse(self, reason: str) -> None:
         self.count.refuse(reason)
 
-    def _prepare(self, shape: tuple[str, int, int], prepare: Callable[[table.Tile, int], object]) -> None:
+    def _prepare(self, shape: tuple[str, int, int], prepare: Callable[[Any, int], object]) -> None:
         dtype, n, k = shape
         self.prepared.add(shape)
         self._compile(shape)
@@ -113,9 +121,14 @@ class Chooser:
 
         def compile_rows(rows: int) -> None:
             with contextlib.suppress(Exception):
-                kernels.warm(self.entries[dtype, rows, n, k], kind, rows, n, k)
+                entry = self.entries[dtype, rows, n, k]
+                if self.kind == "entries":
+                    kernels.warm(entry.tile, kind, rows, n, k)
+                else:
+                    kernels.warm_mlp(entry, kind)
 
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
+        with concurrent.futures.ThreadPoolExecutor(8, initializer=here[0], initargs=here[1]) as pool:
             list(pool.map(compile_rows, self.by_shape[shape]))
 
 
@@ -126,21 +139,51 @@ def linear_op(name: str, chooser: Chooser, original: Callable[..., torch.Tensor]
     """
 
     def product(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:  # noqa: UP045
-        def prepare(tile: table.Tile, rows: int) -> object:
-            return kernels.run(tile, x.new_zeros((rows, x.shape[1])), weight, bias)
+        def prepare(entry: table.Entry, rows: int) -> object:
+            return kernels.run(entry.tile, x.new_zeros((rows, x.shape[1])), weight, bias)
 
-        tile = chooser.tile(x, weight, prepare)
-        if tile is None:
+        entry = chooser.find(x, (weight,), prepare)
+        if entry is None:
             return original(x, weight, bias)
         if bias is not None and (bias.dtype != x.dtype or not bias.is_contiguous()):
             chooser.count.refuse("bias layout")
             return original(x, weight, bias)
-        return kernels.run(tile, x, weight, bias)
+        return kernels.run(entry.tile, x, weight, bias)
 
     def fake(x: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> torch.Tensor:  # noqa: UP045
         return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
     return register(name, product, fake)
+
+
+def mlp_op(
+    name: str,
+    chooser: Chooser,
+    linear: Callable[..., torch.Tensor],
+    activation: Callable[[torch.Tensor], torch.Tensor],
+) -> Callable[..., torch.Tensor]:
+    """Register op ``vllm::name`` (x, gate_up, down) -> down(silu(gate(x)) * up(x)) and return it.
+
+    linear(x, weight, bias) and activation(x) make the MLP wherever the table has no entry.
+    """
+
+    def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        def prepare(entry: table.Mlp, rows: int) -> object:
+            return launch(entry, x.new_zeros((rows, x.shape[1])))
+
+        def launch(entry: table.Mlp, rows: torch.Tensor) -> torch.Tensor:
+            inner = kernels.run(entry.first, rows, gate_up, gated=True)
+            return linear(inner, down, None) if entry.second is None else kernels.run(entry.second, inner, down)
+
+        entry = chooser.find(x, (gate_up, down), prepare) if gate_up.shape[0] == 2 * down.shape[1] else None
+        if entry is None:
+            return linear(activation(linear(x, gate_up, None)), down, None)
+        return launch(entry, x)
+
+    def fake(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return x.new_empty((*x.shape[:-1], down.shape[0]))
+
+    return register(name, mlp, fake)
 
 
 def register(name: str, function: Callable[..., object], fake: Callable[..., object]) -> Callable[..., object]:

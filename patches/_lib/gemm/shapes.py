@@ -70,3 +70,13 @@ def products(config: Mapping[str, Any], tp: int = 1) -> list[Product]:
     padded = -(-vocabulary // VOCABULARY_PAD) * VOCABULARY_PAD
     found.append(Product("lm_head", padded // tp, hidden, 1))
     return found
+
+
+def gated_mlps(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """(hidden, inner) of a dense model's MLP with SiLU and a gate, as one rank of one has it; empty for others."""
+    text = config.get("text_config") or config
+    experts = any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    hidden, inner = text.get("hidden_size"), text.get("intermediate_size")
+    if experts or text.get("hidden_act") != "silu" or not isinstance(hidden, int) or not isinstance(inner, int):
+        return []
+    return [(hidden, inner)]

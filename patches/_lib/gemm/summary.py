@@ -9,17 +9,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from overlay.runtime import options
 from patches._lib.gemm import table
-from patches._lib.gemm.shapes import products
+from patches._lib.gemm.shapes import Product, products
 
 if TYPE_CHECKING:
     from overlay.facts import Facts
 
+TILES = "gemm-tiles"
 SERVED = Path(__file__).parent / "served.json"
 FLAGS = "--overlay-exactness rounding --overlay-patches +gemm-tiles"
 
 
-def _device(facts: Facts) -> table.Device:
+def device(facts: Facts) -> table.Device:
     return table.Device(facts.hardware.arch, facts.hardware.name, facts.hardware.sms, facts.build.triton)
 
 
@@ -30,14 +32,43 @@ def batch_invariant(facts: Facts) -> str | None:
     return None
 
 
-def no_table(facts: Facts, extra: str = "") -> str | None:
+def own_tables() -> str:
+    """The folder of the user's own tables, from the options that the plan is made with."""
+    return str(options(TILES).get("tables", "") or "")
+
+
+def no_table(facts: Facts) -> str | None:
     """Why no table serves these facts, or None. The server's processes check again on the device itself."""
-    entries, _, rejected = table.choose(_device(facts), table.folders(extra))
-    if entries:
-        return None
-    here = facts.hardware.name or facts.hardware.arch or "this device"
-    reasons = "; ".join(rejected) or "there are none"
-    return f"no table of measured products for {here}: {reasons}. To make one: python -m overlay tune MODEL"
+    found = table.choose(device(facts), table.folders(own_tables()))
+    ranks = facts.serving.tensor_parallel or 1
+    tune = "To make one: python -m overlay tune MODEL" + (f" -tp {ranks}" if ranks > 1 else "")
+    if not found.entries:
+        here = facts.hardware.name or facts.hardware.arch or "this device"
+        reasons = "; ".join(found.rejected) or "there are none"
+        return f"no table of measured products for {here}: {reasons}. {tune}"
+    try:
+        model = _products(facts)
+    except (TypeError, ValueError):
+        return None  # facts that do not say: the process finds what it finds
+    sizes = {(n, k) for _, _, n, k in found.entries}
+    if model and not any((product.n, product.k) in sizes for product in model):
+        return f"the tables have none of this model's products on {ranks} rank{'s' * (ranks > 1)}. {tune}"
+    return None
+
+
+def _products(facts: Facts) -> list[Product]:
+    """The model's products on one rank; empty for models whose products the facts do not hold. Raises TypeError or
+    ValueError where a size is unknown.
+    """
+    model = facts.model
+    if model.hybrid or model.moe or model.quantization:
+        return []
+    config = {
+        "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "vocab_size": model.vocab_size,
+        "num_attention_heads": model.num_attention_heads, "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim, "intermediate_size": model.intermediate_size,
+    }  # fmt: skip
+    return products(config, facts.serving.tensor_parallel or 1)
 
 
 def measured_gain(facts: Facts) -> str | None:
@@ -59,18 +90,10 @@ def measured_gain(facts: Facts) -> str | None:
 
 def _products_gain(facts: Facts) -> str | None:
     """The same from the table alone, where the model was not served: its products of one row, one after the other."""
-    entries, _, _ = table.choose(_device(facts), table.folders())
-    model = facts.model
-    dtype = (model.dtype or "").replace("torch.", "")
+    entries = table.choose(device(facts), table.folders(own_tables())).entries
+    dtype = (facts.model.dtype or "").replace("torch.", "")
     try:
-        config = {
-            "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers, "vocab_size": model.vocab_size,
-            "num_attention_heads": model.num_attention_heads, "num_key_value_heads": model.num_kv_heads,
-            "head_dim": model.head_dim, "intermediate_size": model.intermediate_size,
-        }  # fmt: skip
-        if model.hybrid or model.moe or model.quantization:
-            return None  # the facts do not hold all of its products
-        found = products(config, facts.serving.tensor_parallel or 1)
+        found = _products(facts)
     except (TypeError, ValueError):
         return None
     chosen = [(product.count, entries.get((dtype, 1, product.n, product.k))) for product in found]

@@ -6,7 +6,10 @@ A table is one JSON file of one chip, one entry a line::
      "date": "2026-11-29", "copy_gbs": 4300, "margin": 0.02, "note": "...",
      "entries": [
       {"dtype": "bfloat16", "m": 1, "n": 4096, "k": 1024, "kernel": "rows", "bn": 4, "bk": 1024, "warps": 4,
-       "us": 3.5, "original_us": 5.3, "limit_us": 2.0}]}
+       "us": 3.5, "original_us": 5.3, "limit_us": 2.0}],
+     "mlps": [
+      {"dtype": "bfloat16", "m": 1, "hidden": 1024, "inner": 3072, "first": {"kernel": "rows", ...}, "second": {...},
+       "us": 7.4, "tiles_us": 9.0, "original_us": 13.0, "limit_us": 4.4}]}
 
 ``arch``, ``devices`` (the names under which the same part is sold or reported) and ``sms`` must all be this machine's,
 and ``triton`` the release that runs: a tile is as fast as it was measured only there. There is no nearest entry: a
@@ -18,8 +21,8 @@ Standard library only: the launcher reads tables too.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ MAX_ROWS = 16  # rows of x that the kernels take
 DTYPES = ("bfloat16", "float16")
 KERNELS = ("rows", "lanes", "tiles")
 
-Key = tuple[str, int, int, int]  # dtype, m, n, k
+Key = tuple[str, int, int, int]  # dtype, m, and n, k of a product or hidden, inner of an MLP
 
 
 class TableError(ValueError):
@@ -40,8 +43,9 @@ class Tile:
     """How one product is computed; see ``kernels``.
 
     bn: rows of w a program. bk: elements of K a step (a slice). slices: slices of K over warps (``lanes``). split: parts
-    of K over programs. stages: depth of the software pipeline (1: plain loads). pdl: programmatic dependent launch.
-    narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``.
+    of K over programs. stages: depth of the software pipeline (1: plain loads). pdl: programmatic dependent launch, behind a
+    kernel that lets it. early: the first weights are loaded before that kernel has ended (``rows``). trigger: lets the kernel
+    behind it start early. narrow: eight columns instead of sixteen in a tensor-core tile of ``tiles``.
     """
 
     kernel: str
@@ -53,6 +57,12 @@ class Tile:
     slices: int = 1
     pdl: bool = False
     narrow: bool = False
+    early: bool = False
+    trigger: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults."""
+        return {f.name: getattr(self, f.name) for f in fields(Tile) if getattr(self, f.name) != f.default}
 
     @property
     def span(self) -> int:
@@ -73,6 +83,8 @@ class Tile:
             return "split must be 1 to 32, stages 1 to 8, warps 1 to 32"
         if self.slices > 1 and self.kernel != "lanes":
             return f"slices belong to kernel 'lanes', not to {self.kernel!r}"
+        if self.early and not (self.pdl and self.kernel == "rows"):
+            return "early belongs to kernel 'rows' with pdl"
         return None
 
 
@@ -99,11 +111,40 @@ class Entry:
         return (self.dtype, self.m, self.n, self.k)
 
     def to_line(self) -> dict[str, Any]:
-        tile = {f.name: getattr(self.tile, f.name) for f in fields(Tile) if getattr(self.tile, f.name) != f.default}
         return {
-            "dtype": self.dtype, "m": self.m, "n": self.n, "k": self.k, **tile, "us": self.us,
+            "dtype": self.dtype, "m": self.m, "n": self.n, "k": self.k, **self.tile.to_dict(), "us": self.us,
             "original_us": self.original_us, "limit_us": self.limit_us, "error": self.error,
         }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """A gated MLP, down(silu(gate(x)) * up(x)), in two launches that were measured one behind the other.
+
+    x is [m, hidden], the merged gate and up weight [2 * inner, hidden], the down weight [hidden, inner]. first: the gated
+    product. second: the down product; None leaves it to whatever a product of its size gets. tiles_us: the same MLP by
+    the table's products with an activation of its own between. Other figures as in ``Entry``.
+    """
+
+    dtype: str
+    m: int
+    hidden: int
+    inner: int
+    first: Tile
+    second: Tile | None
+    us: float
+    tiles_us: float
+    original_us: float
+    limit_us: float
+    error: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return (self.dtype, self.m, self.hidden, self.inner)
+
+    def to_line(self) -> dict[str, Any]:
+        line = {f.name: getattr(self, f.name) for f in fields(Mlp)}
+        return line | {"first": self.first.to_dict(), "second": self.second.to_dict() if self.second else None}
 
 
 @dataclass(frozen=True)
@@ -118,7 +159,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Table:
-    """A checked table of one chip. ``entries`` by key."""
+    """A checked table of one chip. ``entries`` and ``mlps`` by key."""
 
     path: str
     arch: str
@@ -132,6 +173,7 @@ class Table:
     margin: float
     note: str
     entries: Mapping[Key, Entry]
+    mlps: Mapping[Key, Mlp] = field(default_factory=dict)
 
     def mismatch(self, device: Device) -> str | None:
         """Why this table is not for ``device``, or None. What a device does not know of itself does not match."""
@@ -172,43 +214,85 @@ def load(path: str | Path) -> Table:
             raise TableError(f"{path}: {name} is missing")
         if not isinstance(content[name], kind) or isinstance(content[name], bool):
             raise TableError(f"{path}: {name} is {content[name]!r}, of the wrong type")
-    if unknown := set(content) - set(_HEAD):
-        raise TableError(f"{path}: unknown key {sorted(unknown)[0]!r}; expected {', '.join(_HEAD)}")
-    entries: dict[Key, Entry] = {}
-    for number, line in enumerate(content["entries"], 1):
-        entry = _entry(line, f"{path}: entry {number}")
-        if entry.key in entries:
-            raise TableError(f"{path}: entry {number}: {entry.key} is there twice")
-        entries[entry.key] = entry
+    if unknown := set(content) - set(_HEAD) - {"mlps"}:
+        raise TableError(f"{path}: unknown key {sorted(unknown)[0]!r}; expected {', '.join(_HEAD)}, mlps")
+    if not isinstance(content.get("mlps", []), list):
+        raise TableError(f"{path}: mlps is no list")
+    entries = _by_key(content["entries"], _entry, f"{path}: entry")
+    mlps = _by_key(content.get("mlps", []), _mlp, f"{path}: mlp")
     head = {name: content[name] for name in _HEAD if name not in ("entries", "devices")}
-    return Table(path=str(path), entries=entries, devices=tuple(content["devices"]), **head)
+    return Table(path=str(path), entries=entries, mlps=mlps, devices=tuple(content["devices"]), **head)
+
+
+def _by_key(lines: list[Any], read: Callable[[Any, str], Any], where: str) -> dict[Key, Any]:
+    found: dict[Key, Any] = {}
+    for number, line in enumerate(lines, 1):
+        entry = read(line, f"{where} {number}")
+        if entry.key in found:
+            raise TableError(f"{where} {number}: {entry.key} is there twice")
+        found[entry.key] = entry
+    return found
 
 
 def _entry(line: Any, where: str) -> Entry:
+    own = ("dtype", "m", "n", "k", "error", *_NUMBERS)
+    _check_line(line, where, own, tuple(f.name for f in fields(Tile)))
+    tile = _tile({name: value for name, value in line.items() if name not in own}, line["m"], where)
+    return Entry(tile=tile, **{name: line[name] for name in own if name in line})
+
+
+def _mlp(line: Any, where: str) -> Mlp:
+    own = ("dtype", "m", "hidden", "inner", "error", "tiles_us", *_NUMBERS)
+    _check_line(line, where, own, ("first", "second"))
+    for name in ("first", "second"):
+        if name not in line:
+            raise TableError(f"{where}: {name} is missing")
+    first = _tile(line["first"], line["m"], f"{where}: first")
+    if first.bn < 2:
+        raise TableError(f"{where}: first: a program needs a row of the gate and one of the up projection, bn is {first.bn}")
+    second = None if line["second"] is None else _tile(line["second"], line["m"], f"{where}: second")
+    return Mlp(first=first, second=second, **{name: line[name] for name in own if name in line})
+
+
+def _check_line(line: Any, where: str, own: tuple[str, ...], others: tuple[str, ...]) -> None:
+    """The keys and the plain values of an entry; what is in ``others`` is checked by who reads it."""
     if not isinstance(line, dict):
         raise TableError(f"{where}: expected an object")
-    own = {"dtype", "m", "n", "k", "error", *_NUMBERS}
-    known = own | {f.name for f in fields(Tile)}
-    needed = (own - {"error"}) | {f.name for f in fields(Tile) if f.default is MISSING}
-    if missing := sorted(needed - set(line)):
+    if missing := sorted({*own} - {"error"} - set(line)):
         raise TableError(f"{where}: {missing[0]} is missing")
-    if unknown := sorted(set(line) - known):
+    if unknown := sorted(set(line) - {*own, *others}):
         raise TableError(f"{where}: unknown key {unknown[0]!r}")
-    for name, value in line.items():
-        kinds = {"dtype": str, "kernel": str, "pdl": bool, "narrow": bool}
-        kind = kinds.get(name, (int, float) if name in (*_NUMBERS, "error") else int)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise TableError(f"{where}: {name} is {value!r}, of the wrong type")
+    for name in (name for name in own if name in line):
+        kind = str if name == "dtype" else (int, float) if name.endswith("us") or name == "error" else int
+        _check_type(line[name], kind, f"{where}: {name}")
     if line["dtype"] not in DTYPES:
         raise TableError(f"{where}: dtype is {line['dtype']!r}, expected {' or '.join(DTYPES)}")
-    if min(line["m"], line["n"], line["k"]) < 1 or min(line[name] for name in _NUMBERS) <= 0:
+    if min(line[name] for name in own if name in line and name not in ("dtype", "error")) <= 0:
         raise TableError(f"{where}: sizes and times must be positive")
-    tile = Tile(**{name: value for name, value in line.items() if name not in own})
-    if problem := tile.problem(line["m"]):
-        raise TableError(f"{where}: {problem}")
     if line["us"] >= line["original_us"]:
         raise TableError(f"{where}: {line['us']} us is no gain over the original's {line['original_us']} us")
-    return Entry(tile=tile, **{name: line[name] for name in own if name in line})
+
+
+def _tile(line: Any, rows: int, where: str) -> Tile:
+    if not isinstance(line, dict):
+        raise TableError(f"{where}: expected an object")
+    if missing := [f.name for f in fields(Tile) if f.default is MISSING and f.name not in line]:
+        raise TableError(f"{where}: {missing[0]} is missing")
+    if unknown := sorted(set(line) - {f.name for f in fields(Tile)}):
+        raise TableError(f"{where}: unknown key {unknown[0]!r}")
+    for f in fields(Tile):
+        kind = str if f.name == "kernel" else bool if isinstance(f.default, bool) else int
+        if f.name in line:
+            _check_type(line[f.name], kind, f"{where}: {f.name}")
+    tile = Tile(**line)
+    if problem := tile.problem(rows):
+        raise TableError(f"{where}: {problem}")
+    return tile
+
+
+def _check_type(value: Any, kind: Any, where: str) -> None:
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise TableError(f"{where} is {value!r}, of the wrong type")
 
 
 def save(table: Table, path: str | Path) -> None:
@@ -216,12 +300,14 @@ def save(table: Table, path: str | Path) -> None:
     path = Path(path)
     head = {name: getattr(table, name) for name in _HEAD if name != "entries"}
     head["devices"] = list(table.devices)
-    order = sorted(table.entries.values(), key=lambda entry: (entry.dtype, entry.n, entry.k, entry.m))
-    lines = ",\n  ".join(json.dumps(entry.to_line()) for entry in order)
-    text = json.dumps(head, indent=1)[:-2] + ',\n "entries": [\n  ' + lines + "\n ]\n}\n"
+    products = sorted(table.entries.values(), key=lambda entry: (entry.dtype, entry.n, entry.k, entry.m))
+    mlps = sorted(table.mlps.values(), key=lambda mlp: (mlp.dtype, mlp.hidden, mlp.inner, mlp.m))
+    text = json.dumps(head, indent=1)[:-2]
+    for name, entries in (("entries", products), ("mlps", mlps)):
+        text += f',\n "{name}": [\n  ' + ",\n  ".join(json.dumps(entry.to_line()) for entry in entries) + "\n ]"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    temporary.write_text(text + "\n}\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -230,12 +316,22 @@ def folders(extra: str = "") -> tuple[Path, ...]:
     return (SHIPPED, Path(extra).expanduser()) if extra else (SHIPPED,)
 
 
-def choose(device: Device, places: Iterable[Path]) -> tuple[dict[Key, Entry], list[str], list[str]]:
-    """What this machine may use: entries by key, the tables used, and for each table left out why.
+@dataclass(frozen=True)
+class Chosen:
+    """What a machine may use, by key; the tables it comes from; for each table left out why."""
 
-    A later folder's entry takes the place of an earlier one's. A table that cannot be read counts as left out.
+    entries: Mapping[Key, Entry]
+    mlps: Mapping[Key, Mlp]
+    used: list[str]
+    rejected: list[str]
+
+
+def choose(device: Device, places: Iterable[Path]) -> Chosen:
+    """What this machine may use. A later folder's entry takes the place of an earlier one's. A table that cannot be read
+    counts as left out.
     """
     entries: dict[Key, Entry] = {}
+    mlps: dict[Key, Mlp] = {}
     used, rejected = [], []
     for folder in places:
         if not folder.is_dir():
@@ -251,5 +347,6 @@ def choose(device: Device, places: Iterable[Path]) -> tuple[dict[Key, Entry], li
                 rejected.append(f"{path.name}: {reason}")
                 continue
             entries.update(table.entries)
+            mlps.update(table.mlps)
             used.append(path.name)
-    return entries, used, rejected
+    return Chosen(entries, mlps, used, rejected)
