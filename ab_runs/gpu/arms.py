@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,41 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 TILES = "gemm-tiles"
-# arm -> the loosest class allowed, and the patches that may be in force (None: all that are on by default). None: no launcher.
-ARMS: dict[str, tuple[str, tuple[str, ...] | None] | None] = {
+FUSED = ("gated-mlp-llama", "gated-mlp-qwen2", "gated-mlp-qwen3-5")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """The loosest class allowed; the patches that may be in force (None: all that are on by default), and that may not."""
+
+    exactness: str
+    only: tuple[str, ...] | None = None
+    without: tuple[str, ...] = ()
+
+
+ARMS: dict[str, Arm | None] = {  # None: no launcher
     "stock": None,
     "again": None,  # the control: stock once more
-    "host": ("bitwise", None),
-    "tiles": ("rounding", (TILES,)),
-    "all": ("rounding", None),
+    "host": Arm("bitwise"),
+    "tiles": Arm("rounding", (TILES,)),
+    "unfused": Arm("rounding", without=FUSED),
+    "all": Arm("rounding"),
 }
 # What an arm is about: it must be in force and its fast path must have run.
-NEEDED = {"tiles": (TILES,), "all": (TILES,)}
+NEEDED = dict.fromkeys(("tiles", "unfused", "all"), (TILES,))
+# Where an engine has several ranks. Nothing may use NVLink multicast: on a host whose GPUs others share, a program that does
+# can put them out of service. NCCL, PyTorch's symmetric memory and NVSHMEM have switches of their own; vLLM's own
+# all-reduce works through CUDA IPC and stays on. FlashInfer's, which vLLM fuses with the norm by default on Hopper, takes
+# multicast by itself (backend "mnnvl", which "auto" means): it is off, and ``without_multicast`` leaves out the fusion.
+SEVERAL_RANKS = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+    "VLLM_USE_NCCL_SYMM_MEM": "0",
+}
 # How the overlay says that a patch is not for the engine that came up: no fault of the arm.
 ELSEWHERE = ("what came up is not what it is for", "its targets were never imported here")
 
@@ -39,15 +65,16 @@ def settings(arm: str, tables: Path | None = None) -> dict[str, Any] | None:
     No patch is named to be on, so that one that cannot apply is left out and reported rather than ending the launch; only a
     folder of tables has to be given under the patch's name.
     """
-    if ARMS[arm] is None:
+    made = ARMS[arm]
+    if made is None:
         return None
     from overlay.catalog import load_catalog
 
-    exactness, only = ARMS[arm]  # type: ignore[misc]
-    patches: dict[str, Any] = {} if only is None else {name: False for name in load_catalog() if name not in only}
-    if tables is not None and exactness == "rounding":
+    others = load_catalog() if made.only is not None else ()
+    patches: dict[str, Any] = {name: False for name in (*others, *made.without) if name not in (made.only or ())}
+    if tables is not None and made.exactness == "rounding":
         patches[TILES] = {"tables": str(tables.resolve())}
-    return {"profile": "auto", "exactness": exactness, "patches": patches}
+    return {"profile": "auto", "exactness": made.exactness, "patches": patches}
 
 
 def command(arm: str, program: list[str], run: Path, tables: Path | None = None) -> list[str]:
@@ -66,15 +93,30 @@ def command(arm: str, program: list[str], run: Path, tables: Path | None = None)
     return [*launch, "--overlay-exec", "--", sys.executable, *program]
 
 
-def environment(**added: str) -> dict[str, str]:
-    """This process's environment without what an outer launch put there, and with ``added``."""
+def environment(ranks: int = 1, **added: str) -> dict[str, str]:
+    """This process's environment without what an outer launch put there, and with ``added``; ranks: of the engine."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("OVERLAY_") or name == "OVERLAY_CACHE"}
-    return {**own, **added}
+    return {**own, **(SEVERAL_RANKS if ranks > 1 else {}), **added}
 
 
-def proof(arm: str, run: Path) -> dict[str, Any]:
+def ranks_of(settings: Mapping[str, Any]) -> int:
+    """The worker processes of an engine with these settings of vLLM's ``LLM``."""
+    return int(settings.get("tensor_parallel_size", 1)) * int(settings.get("pipeline_parallel_size", 1))
+
+
+def without_multicast(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """``settings`` of vLLM's ``LLM`` without what the environment cannot switch off where there are several ranks."""
+    if ranks_of(settings) == 1:
+        return dict(settings)
+    given = settings.get("compilation_config") or {}
+    passes = {**given.get("pass_config", {}), "fuse_allreduce_rms": False}
+    return {**settings, "compilation_config": {**given, "pass_config": passes}}
+
+
+def proof(arm: str, run: Path, ranks: int = 1) -> dict[str, Any]:
     """What the arm's processes say of themselves, and under ``problems`` what makes the arm's figures worthless.
 
+    ranks: worker processes that the engine must have, each with its own proof. Counters are sums over processes.
     Keys: ``digest``, ``runner``, ``processes`` (role of each), ``in_force`` (id -> ``{"builds", "counters"}``), ``elsewhere``
     (id -> why it is not for this engine), ``not_in_force`` (id -> reason), ``problems``.
     """
@@ -101,6 +143,11 @@ def proof(arm: str, run: Path) -> dict[str, Any]:
     found["processes"] = sorted(receipt["role"] for receipt in receipts)
     if not workers:
         problems.append("no worker process left a receipt")
+    elif len({receipt.get("rank") for receipt in workers}) != ranks or len(workers) != ranks:
+        said = ", ".join(str(receipt.get("rank")) for receipt in workers)
+        problems.append(f"{ranks} workers were expected, the receipts are of ranks {said}")
+    if len({receipt.get("runner") for receipt in workers}) > 1:
+        problems.append("the workers do not have one runner")
     if len({receipt["digest"] for receipt in receipts} | {plan["digest"]}) > 1:
         problems.append("the processes do not run one plan")
     catalog = load_catalog()
@@ -126,8 +173,10 @@ def proof(arm: str, run: Path) -> dict[str, Any]:
     if not found["in_force"]:
         problems.append("no patch is in force")
     for name in NEEDED.get(arm, ()):
-        if name in found["in_force"] and not found["in_force"][name]["counters"].get("hit"):
-            problems.append(f"{name} is in force and its fast path never ran")
+        idle = [receipt for receipt in workers if not counters.get(receipt["pid"], {}).get(name, {}).get("hit")]
+        if name in found["in_force"] and idle:
+            where = "" if ranks == 1 else f" on rank {', '.join(str(receipt.get('rank')) for receipt in idle)}"
+            problems.append(f"{name} is in force and its fast path never ran{where}")
     return found
 
 

@@ -7,7 +7,11 @@ Arms (``arms.py``): ``stock`` without the launcher; ``host`` what ``profile: aut
 gemm-tiles; ``all`` both. Every arm but stock is started through ``launch.py --overlay-exec``. It is an engine of its own (its
 own processes and compile caches; vLLM's defaults: torch.compile, graphs, asynchronous scheduling) on one GPU, idle but for
 the moments in which it is measured. ``then`` ends a wave: its engines are gone before the next wave's are built. ``MODEL+spec``
-is the model under n-gram speculation (K = 4) on a text that repeats.
+is the model under n-gram speculation (K = 4) on a text that repeats. ``MODEL+lora`` serves every other request of a batch,
+the first included, with a LoRA adapter (``adapter.py``) that every engine makes for itself, the same in all.
+
+``--setting tensor_parallel_size=2`` spreads every engine over two GPUs; ``arms.py`` says what is switched off then, in all
+arms alike. A rank's products are other shapes: give ``--tables`` of ``python -m overlay tune MODEL -tp 2``.
 
 Figures: TPOT in ms as (time of 8 + N tokens - time of 8 tokens) / N for a batch of equal requests, so that prefill and
 start of a request cancel out. Weights are random, of one seed. Boots are the samples: ``--boots N`` goes through the whole
@@ -33,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from ab_runs.gpu import arms  # noqa: E402
+from ab_runs.gpu import adapter, arms  # noqa: E402
 from ab_runs.gpu.boots import lines, summary  # noqa: E402
 from ab_runs.gpu.resident import Resident  # noqa: E402
 
@@ -50,6 +54,7 @@ OF_MODEL: dict[str, dict[str, Any]] = {
         "kv_cache_memory_bytes": 3 * 2**30,
     },
 }
+WITH = ("spec", "lora")  # what a model's name may end with, behind a plus
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
@@ -64,6 +69,12 @@ def child(args: argparse.Namespace) -> None:
     print("\nIMPORTED {}", flush=True)
     if sys.stdin.readline().strip() != "go":
         return
+    made, lora = tempfile.TemporaryDirectory(), None  # gone with the process
+    if args.lora:
+        from vllm.lora.request import LoRARequest
+
+        config = json.loads((Path(args.model) / "config.json").read_text())
+        lora = LoRARequest("made", 1, str(adapter.make(config, Path(made.name))))
     settings: dict[str, Any] = {
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -75,8 +86,10 @@ def child(args: argparse.Namespace) -> None:
         "disable_log_stats": True,
         **OF_MODEL.get(Path(args.model).name, {}),
         **({"speculative_config": SPECULATION} if args.spec else {}),
+        **({"enable_lora": True, "max_loras": 1, "max_lora_rank": adapter.RANK} if lora else {}),
         **dict(args.setting),
     }
+    settings = arms.without_multicast(settings)
     engine = LLM(model=args.model, **settings)
     chance = random.Random(1)
 
@@ -86,17 +99,20 @@ def child(args: argparse.Namespace) -> None:
         else:
             prompts = [{"prompt_token_ids": [chance.randrange(1000, 20000) for _ in range(128)]} for _ in range(batch)]
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        adapters = [None if i % 2 else lora for i in range(batch)]
         start = time.perf_counter()
-        outputs = engine.generate(prompts, params, use_tqdm=False)
+        outputs = engine.generate(prompts, params, use_tqdm=False, lora_request=adapters)
         return time.perf_counter() - start, [list(output.outputs[0].token_ids) for output in outputs]
 
     for batch in map(int, args.batches.split(",")):
         generate(batch, 24)
     fixed = [{"prompt_token_ids": [7 * i % 19000 + 500 for i in range(64)]}]
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
-    same = engine.generate(fixed, params, use_tqdm=False)
+    with_each = [engine.generate(fixed, params, use_tqdm=False, lora_request=[one]) for one in dict.fromkeys([lora, None])]
+    same = [list(outputs[0].outputs[0].token_ids) for outputs in with_each]
     ready = {
-        "tokens": list(same[0].outputs[0].token_ids),
+        "tokens": [token for tokens in same for token in tokens],
+        "adapter_changes_nothing": lora is not None and same[0] == same[1],
         "launched": bool(os.environ.get("OVERLAY_PLAN")),
         "v2": getattr(engine.llm_engine.vllm_config, "use_v2_model_runner", None),
         "versions": {"vllm": __version__, "torch": torch.__version__, "triton": _version(importlib.metadata, "triton")},
@@ -143,11 +159,13 @@ class Waves:
 
     def resident(self, model: str, arm: str, place: tuple[int, int]) -> Resident:
         args = self.args
-        program = [__file__, "--child", "--model", str(args.models / model.removesuffix("+spec")), "--batches", args.batches]
-        program += ["--spec"] if model.endswith("+spec") else []
+        folder, *extras = model.split("+")
+        program = [__file__, "--child", "--model", str(args.models / folder), "--batches", args.batches]
+        program += [f"--{extra}" for extra in extras]
         for key, value in args.setting:
             program += ["--setting", f"{key}={json.dumps(value)}"]
-        return Resident(model, arm, place, program, self.work, args.tables, args.boot_limit)
+        ranks = arms.ranks_of(dict(args.setting))
+        return Resident(model, arm, place, program, self.work, args.tables, args.boot_limit, ranks)
 
     @property
     def arms(self) -> list[Resident]:
@@ -192,6 +210,8 @@ class Waves:
             arm.wait_imported()
         for arm in wave:
             arm.prove()
+            if arm.ready.get("adapter_changes_nothing"):
+                arm.problems.append("the adapter changes no token of the fixed prompt: it may not be in force")
             runner = "V2" if arm.ready.get("v2") else "V1"
             state = f"{runner}, ready after {arm.boot_s:.0f} s" if arm in live else "FAILED"
             print(f"{arm.name}: {state}; {arms.describe(arm.proof)}", flush=True)
@@ -228,7 +248,7 @@ class Waves:
         content = {
             "what": "TPOT of served models, stock against the overlay's arms",
             "options": {name: getattr(self.args, name) for name in names},
-            "exactness_and_patches": {arm.arm: arms.ARMS[arm.arm] for arm in started},
+            "exactness_and_patches": {arm.arm: arms.settings(arm.arm) for arm in started},
             "versions": next((arm.ready["versions"] for arm in started if arm.ready), None),
             "cpu": machine.cpu(),
             "state": machine.state(),
@@ -265,10 +285,11 @@ def main() -> None:
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--spec", action="store_true", help="every model under speculation")
+    parser.add_argument("--lora", action="store_true", help="every model with an adapter for every other request")
     parser.add_argument("--models", type=Path, help="folder of the models' folders")
     parser.add_argument("--tables", type=Path, help="tables of one's own for gemm-tiles")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--plan", nargs="+", default=[], metavar="MODEL[+spec]:ARM,ARM")
+    parser.add_argument("--plan", nargs="+", default=[], metavar="MODEL[+spec][+lora]:ARM,ARM")
     parser.add_argument("--boots", type=int, default=1, help="go through the plan this often, with fresh engines")
     parser.add_argument("--batches", default="1,2,4,8")
     parser.add_argument("--tokens", type=int, default=160, help="N (default: %(default)s)")
@@ -281,9 +302,12 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    if args.spec:
-        args.plan = [part if part == "then" else part.replace(":", "+spec:", 1) for part in args.plan]
+    for extra in WITH:
+        if getattr(args, extra):
+            args.plan = [part if part == "then" else part.replace(":", f"+{extra}:", 1) for part in args.plan]
     for part in args.plan:
+        if part != "then" and not set(part.partition(":")[0].split("+")[1:]) <= set(WITH):
+            parser.error(f"--plan: {part!r} has another ending than {', '.join(WITH)}")
         if part != "then" and not set(part.partition(":")[2].split(",")) <= set(arms.ARMS):
             parser.error(f"--plan: {part!r} is not MODEL:ARM,ARM with arms of {', '.join(arms.ARMS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too

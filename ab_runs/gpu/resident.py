@@ -31,13 +31,14 @@ class Resident:
         work: Path,
         tables: Path | None = None,
         boot_limit: float = 300,
+        ranks: int = 1,
     ) -> None:
         """place: the number of its pass through the plan and of its wave, both from 1. work: the folder for logs, caches and
-        receipts. boot_limit: seconds until the engine must be ready.
+        receipts. boot_limit: seconds until the engine must be ready. ranks: its worker processes.
         """
         self.model, self.arm, self.place = model, arm, place
         self.name = f"{model} {arm} wave {place[1]}"
-        self.program, self.tables, self.boot_limit = program, tables, boot_limit
+        self.program, self.tables, self.boot_limit, self.ranks = program, tables, boot_limit, ranks
         self.times: dict[int, list[dict[str, Any]]] = {}
         self.ready: dict[str, Any] = {}
         self.boot_s: float | None = None
@@ -60,13 +61,13 @@ class Resident:
         self.log.write_text("")
         self.process = subprocess.Popen(
             arms.command(self.arm, self.program, self.run, self.tables),
-            env=arms.environment(**self.caches),
+            env=arms.environment(self.ranks, **self.caches),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log.open("a"),
             text=True,
             bufsize=1,
-            start_new_session=True,  # so that its engine process can be ended with it
+            start_new_session=True,  # so that its engine and worker processes can be ended with it
         )
 
     def tell(self, line: str) -> None:
@@ -134,11 +135,11 @@ class Resident:
     def prove(self) -> None:
         """Read what its processes said of themselves: anew at each call, since the counters go on."""
         before = set((self.proof or {}).get("problems", ()))
-        self.proof = arms.proof(self.arm, self.run)
+        self.proof = arms.proof(self.arm, self.run, self.ranks)
         self.problems = [p for p in self.problems if p not in before] + self.proof["problems"]
 
     def end(self) -> None:
-        """End it and its engine process, and wait until they are gone: the next engine needs their memory."""
+        """End it and its other processes, and wait until they are gone: the next engine needs their memory."""
         if self.process is None or self.over:
             return
         self.over = True
@@ -157,7 +158,7 @@ class Resident:
         self.process.stdout.close()
 
     def kill(self) -> bool:
-        """Kill it with its engine process. Whether there was anything left to kill."""
+        """Kill it with its other processes. Whether there was anything left to kill."""
         if self.process is None:
             return False
         try:

@@ -82,6 +82,7 @@ PATCH = Patch(
             "serving.pipeline_parallel": 1,
             "serving.tensor_parallel": 1,
             "serving.enforce_eager": False,
+            "serving.lora": False,  # its logits set flags on the host that a graph would keep
         },
     ),
     options={"requests": Option(64, "largest batch that gets a graph of its own")},

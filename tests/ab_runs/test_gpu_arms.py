@@ -5,7 +5,7 @@ import struct
 
 import pytest
 
-from ab_runs.gpu import arms
+from ab_runs.gpu import adapter, arms
 from ab_runs.gpu.boots import lines, summary
 from ab_runs.gpu.gemm_quality import judge
 from overlay.catalog import load_catalog
@@ -18,19 +18,19 @@ TILES, HOST, OTHER = "gemm-tiles", "sampler-staged-writes", "block-table-dirty"
 def run(tmp_path):
     """A run's folder: verdicts of the plan, states in the worker, counts of hits."""
 
-    def make(verdicts, states, hits=(), role="engine+worker", digest="d"):
+    def make(verdicts, states, hits=(), role="engine+worker", digest="d", rank=0):
         folder = tmp_path / "run"
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
         plan = [{"id": name, "verdict": verdict, "reason": "why", "kind": "code"} for name, verdict in verdicts.items()]
         (folder / "plan.json").write_text(json.dumps({"digest": "d", "patches": plan}))
-        receipt = {"pid": 7, "role": role, "digest": digest, "runner": "V2", "patches": states}
-        (folder / "receipt-7.json").write_text(json.dumps(receipt))
+        receipt = {"pid": 7 + rank, "role": role, "rank": rank, "digest": digest, "runner": "V2", "patches": states}
+        (folder / f"receipt-{7 + rank}.json").write_text(json.dumps(receipt))
         counters = bytearray(8 * RECORD)
         for at, (name, count) in enumerate(hits):
             struct.pack_into("=Q", counters, at * RECORD, count)
             text = f"{name}|hit".encode()
             counters[at * RECORD + 8 : at * RECORD + 8 + len(text)] = text
-        (folder / "counters-7.bin").write_bytes(counters)
+        (folder / f"counters-{7 + rank}.bin").write_bytes(counters)
         return folder
 
     return make
@@ -75,6 +75,49 @@ def test_a_patch_for_another_runner_is_no_problem_and_a_failed_one_is(run, reaso
 def test_processes_must_be_there_and_of_one_plan(run, more, problem):
     problems = arms.proof("tiles", run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 1)], **more))["problems"]
     assert any(problem in line for line in problems)
+
+
+def test_every_rank_must_have_its_patch_and_have_run_it(run):
+    folder = run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 3)], role="worker")
+    assert any("2 workers were expected" in line for line in arms.proof("tiles", folder, 2)["problems"])
+    run({TILES: "apply"}, {TILES: PROVEN}, role="worker", rank=1)
+    assert any("never ran on rank 1" in line for line in arms.proof("tiles", folder, 2)["problems"])
+    run({TILES: "apply"}, {TILES: {"state": "applied"}}, [(TILES, 4)], role="worker", rank=1)
+    assert any("never verified" in line for line in arms.proof("tiles", folder, 2)["problems"])
+    run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 4)], role="worker", rank=1)
+    said = arms.proof("tiles", folder, 2)
+    assert said["problems"] == [] and said["in_force"][TILES]["counters"] == {"hit": 7}
+    assert any("1 workers were expected" in line for line in arms.proof("tiles", folder)["problems"])
+
+
+def test_several_ranks_use_no_multicast_and_one_rank_is_left_alone():
+    settings = {"tensor_parallel_size": 2, "compilation_config": {"mode": 3, "pass_config": {"eliminate_noops": True}}}
+    made = arms.without_multicast(settings)["compilation_config"]
+    assert made == {"mode": 3, "pass_config": {"eliminate_noops": True, "fuse_allreduce_rms": False}}
+    assert arms.without_multicast({"max_model_len": 5}) == {"max_model_len": 5}
+    assert arms.environment(2, X="y")["NCCL_NVLS_ENABLE"] == "0"
+    assert arms.environment(1).get("VLLM_ALLREDUCE_USE_SYMM_MEM") is None
+
+
+def test_the_adapter_is_one_that_vllm_loads_and_the_same_each_time(tmp_path):
+    torch, lora = pytest.importorskip("torch"), pytest.importorskip("vllm.lora.lora_model")
+    from vllm.lora.peft_helper import PEFTHelper
+
+    config = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32,
+    }  # fmt: skip
+    one, two = (adapter.make(config, tmp_path / name) for name in "ab")
+    assert (one / "adapter_model.safetensors").read_bytes() == (two / "adapter_model.safetensors").read_bytes()
+    found = adapter.projections(config)
+    names = {name.rpartition(".")[2] for name in found}
+    helper = PEFTHelper.from_local_dir(str(one), None)
+    loaded = lora.LoRAModel.from_local_checkpoint(str(one), names, helper, device="cpu", dtype=torch.bfloat16).loras
+    shapes = {f"model.layers.{layer}.{name}": shape for layer in range(2) for name, shape in found.items()}
+    assert {name: (part.lora_b.shape[0], part.lora_a.shape[1]) for name, part in loaded.items()} == shapes
+    assert all(part.lora_b.any() and part.rank == adapter.RANK and part.scaling == 1 for part in loaded.values())
+    with pytest.raises(ValueError, match="without experts"):
+        adapter.make(config | {"num_experts": 4}, tmp_path / "c")
 
 
 def test_a_launch_that_ended_early_is_a_problem(tmp_path):
