@@ -30,15 +30,18 @@ def _pointer(table, row, dtype: tl.constexpr):
     return tl.load(table + row).to(tl.pointer_type(dtype))
 
 
-@triton.jit(do_not_specialize=["num_reqs", "position", "delta"])
+@triton.jit(do_not_specialize=["num_reqs", "ahead", "position", "delta"])
 def decode_step(
     table,  # int64: addresses in the order of FIELDS
     groups,  # int64 [groups, 4]: addresses of block table and slot mapping, row stride, block size
     sampled,  # int32 [num_reqs, 1]: the tokens of the step before
+    before,  # int32 [max requests]: positions, ``ahead`` of which the requests are now (not SINGLE)
+    after,  # int32 [max requests], out: the requests' positions (not SINGLE); never the memory of ``before``
     num_reqs,
+    ahead,  # 0 or 1 (not SINGLE)
     position,  # of the only request (SINGLE)
     delta,  # its M-RoPE offset (SINGLE)
-    SINGLE: tl.constexpr,  # one request: its position comes as a number, not in num_computed_tokens
+    SINGLE: tl.constexpr,  # one request: its position comes as a number, not in ``before``
     BATCH: tl.constexpr,  # a power of two above the largest number of requests
     MAX_REQS: tl.constexpr,
     ACCEPTED: tl.constexpr,  # length of num_accepted_tokens, 0 where the release keeps no such buffer here
@@ -59,9 +62,10 @@ def decode_step(
         live = row < num_reqs
         if SINGLE:
             computed = tl.zeros([BATCH], dtype=tl.int64) + position
-            tl.store(_pointer(table, 5, tl.int32) + row, computed.to(tl.int32), mask=live)
         else:
-            computed = tl.load(_pointer(table, 5, tl.int32) + row, mask=live, other=0).to(tl.int64)
+            computed = tl.load(before + row, mask=live, other=0).to(tl.int64) + ahead
+            tl.store(after + row, computed.to(tl.int32), mask=live)
+        tl.store(_pointer(table, 5, tl.int32) + row, computed.to(tl.int32), mask=live)
         token = tl.load(sampled + row, mask=live, other=0)
         tl.store(_pointer(table, 0, tl.int32) + row, token, mask=live)
         if POSITIONS:
@@ -96,7 +100,7 @@ def decode_step(
         if SINGLE:
             at = tl.zeros([CHUNK], dtype=tl.int64) + position
         else:
-            at = tl.load(_pointer(table, 5, tl.int32) + slot, mask=active, other=0).to(tl.int64)
+            at = tl.load(before + slot, mask=active, other=0).to(tl.int64) + ahead
         block = tl.load(blocks + slot.to(tl.int64) * stride + at // size, mask=active, other=0).to(tl.int64)
         value = tl.where(active, block * size + at % size, PAD)
         if SLOTS > 0:

@@ -51,6 +51,10 @@ class DecodeState:
         self.computed = (
             runner.num_computed_tokens if self.on_device else torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device)
         )
+        # Positions as the kernel left them, two buffers in turns: its programs read one while one of them writes the other.
+        # Nothing else ever writes them, so that a step which continues the one before needs no copy of its positions.
+        self.carried = [torch.zeros(self.max_reqs, dtype=torch.int32, device=self.device) for _ in range(2)]
+        self.carried_values: list[int] = []
         self.rope = runner.mrope_positions if runner.uses_mrope else None
         self.deltas = torch.zeros(self.max_reqs, dtype=torch.int64, device=self.device)
         self.delta_values: list[int] = []
@@ -199,20 +203,29 @@ class DecodeState:
 
         number = len(positions)
         single = number == 1
+        before, after = self.carried
+        values, self.carried_values = self.carried_values, []  # should the launch fail, nothing is known
+        ahead = int(not single and values == [position - 1 for position in positions])
         if not single:
-            self.computed[:number].copy_(self.batch.num_computed_tokens_cpu_tensor[:number], non_blocking=True)
+            if not ahead:
+                before[:number].copy_(self.batch.num_computed_tokens_cpu_tensor[:number], non_blocking=True)
             if deltas != self.delta_values:
                 self._upload(deltas)
         decode_step[self.grid](
             self.table,
             self.groups,
             self.batch.prev_sampled_token_ids,
+            before,
+            after,
             number,
+            ahead,
             positions[0],
             deltas[0] if deltas else 0,
             SINGLE=single,
             **self.constants,
         )
+        if not single:
+            self.carried, self.carried_values = [after, before], positions
         for buffer in self.accounts:
             forget(buffer)
 
@@ -226,7 +239,8 @@ class DecodeState:
             return
         sampled = torch.zeros(1, 1, dtype=torch.int32, device=self.device)
         for single in (True, False):
-            decode_step.warmup(self.table, self.groups, sampled, 2, 2, 2, SINGLE=single, grid=self.grid, **self.constants)
+            given = (self.table, self.groups, sampled, *self.carried, 2, 0, 2, 2)
+            decode_step.warmup(*given, SINGLE=single, grid=self.grid, **self.constants)
 
     def _upload(self, deltas: list[int]) -> None:
         import torch

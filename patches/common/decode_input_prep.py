@@ -3,8 +3,9 @@
 Under asynchronous scheduling the tokens of the step before are already on the device, and in a decode step of N requests
 with one token each everything else that the model reads follows from N positions. V1's general ``_prepare_inputs``
 nevertheless makes about seven copies and eleven small kernels for it. This patch writes all of it with one Triton kernel
-(one request: its position is a number in the launch; more: one copy of N positions), keeps the host's arrays as the
-original leaves them, and hands every other step to the original.
+(one request: its position is a number in the launch; more: their positions are those that the launch before left on the
+device plus one, else one copy), keeps the host's arrays as the original leaves them, and hands every other step to the
+original.
 
 Two gates. The first, once a runner: may this service use it at all (asynchronous scheduling, no speculation, LoRA,
 pipeline or context parallelism, prompt embeddings, encoder-decoder, XD-RoPE, micro-batches). The second, every step: one

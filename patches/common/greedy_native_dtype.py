@@ -4,7 +4,8 @@ V1's ``Sampler.forward`` turns all logits into float32 before it takes their arg
 the bonus rows (twice: it always asks its sampler for raw logits) and for the target rows (with a clone on top). Converting
 bf16 or fp16 to float32 keeps every value, and with it order, ties and NaN, so the argmax of the original rows is the same
 token. Where nothing needs float32 or log-probabilities, one argmax over the rows as they are replaces all of it; under
-speculation its result goes to the build's own greedy kernel.
+speculation its result goes to the build's own greedy kernel. For up to 64 rows on NVIDIA's devices the sampler's argmax is a
+kernel of one launch (``patches/_lib/argmax.py``).
 
 Two traps: the min-tokens and logit-bias processors are always present, mostly with nothing to do, so what counts is
 whether they hold an entry; and the rejection sampler calls the sampler with ``max_num_logprobs = -1`` whether or not a
@@ -125,17 +126,82 @@ def sample(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     reason = needs_float32(logits, metadata) if _stock_sampler(instance) else "another sampler"
     if reason is not None:
         count.refuse(reason)
+        if reason == "not all greedy":
+            _warm(logits)
         return wrapped(*args, **kwargs)
     import torch
     from vllm.v1.outputs import SamplerOutput
 
     count.hit()
-    tokens = logits.argmax(dim=-1, keepdim=True)
-    if logits.shape[0] == 1 and _LOW_WORD_FIRST:
-        tokens = tokens.view(torch.int32)[:, :1]  # the low word is the id: a view in place of a conversion's launch
-    else:
-        tokens = tokens.to(torch.int32)
+    tokens = _in_one_launch(logits)
+    if tokens is None:
+        tokens = logits.argmax(dim=-1, keepdim=True)
+        if logits.shape[0] == 1 and _LOW_WORD_FIRST:
+            tokens = tokens.view(torch.int32)[:, :1]  # the low word is the id: a view in place of a conversion's launch
+        else:
+            tokens = tokens.to(torch.int32)
     return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)
+
+
+_kernel: Any = None  # patches._lib.argmax; False where it cannot be used
+_compiled: set[tuple[Any, int, int]] = set()
+
+
+def _the_kernel(logits: Any) -> Any:
+    """The module of the fused argmax, or None where ``logits`` are not for it."""
+    global _kernel
+    if _kernel is None:
+        import torch
+
+        from patches._lib.v1_decode_state import kernels_run
+
+        # HIP was never tried: a missed ordering there would be a wrong token
+        _kernel = False
+        if torch.version.hip is None and kernels_run(logits.device):
+            try:
+                from patches._lib import argmax as _kernel
+            except ImportError:
+                count.add("no fused argmax: no Triton")
+    return _kernel if _kernel and _kernel.takes(logits) else None
+
+
+def _in_one_launch(logits: Any) -> Any:
+    """Token ids int32 [rows, 1] by the fused argmax, or None where PyTorch's has to do."""
+    kernel = _the_kernel(logits)
+    if kernel is None:
+        return None
+    try:
+        tokens = kernel.argmax(logits)
+    except Exception as error:
+        _give_up(error)
+        return None
+    count.add("fused argmax")
+    return tokens
+
+
+def _warm(logits: Any) -> None:
+    """Compile the fused argmax for logits of this kind, once: vLLM's own warm-up samples, but never greedily."""
+    key = (logits.dtype, logits.stride(0), logits.shape[-1])
+    if key in _compiled:
+        return
+    _compiled.add(key)
+    row = logits[:1]  # a dummy run has more rows than the kernel takes
+    kernel = _the_kernel(row)
+    if kernel is not None and logits.is_cuda:
+        try:
+            kernel.compile_for(row)
+        except Exception as error:
+            _give_up(error)
+
+
+def _give_up(error: Exception) -> None:
+    """It does not compile here: PyTorch's argmax from now on."""
+    global _kernel
+    import logging
+
+    _kernel = False
+    count.add(f"no fused argmax: {type(error).__name__}")
+    logging.getLogger("vllm.overlay").warning("%s: the fused argmax does not run; it stays out", PATCH.id, exc_info=error)
 
 
 def reject(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -155,6 +221,7 @@ def reject(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.v1.outputs import SamplerOutput
 
     count.hit()
+    count.add("speculation")
     best = logits.argmax(dim=-1)
     output = _greedy_kernel(
         metadata,

@@ -13,6 +13,10 @@ def test_every_buffer_equals_the_stock_twins_with_mrope(in_release, release):
     in_release(release, "preparation:every_buffer_equals_the_stock_twins_with_mrope")
 
 
+def test_positions_are_copied_only_where_the_batch_changed(in_release, release):
+    in_release(release, "preparation:positions_are_copied_only_where_the_batch_changed")
+
+
 def test_the_shadow_finds_every_integer_equal(in_release, release):
     in_release(release, "preparation:the_shadow_finds_every_integer_equal")
 

@@ -100,6 +100,47 @@ def check_the_shadow_finds_every_integer_equal(release: str) -> dict[str, Any]:
     return events
 
 
+def check_positions_are_copied_only_where_the_batch_changed(release: str) -> dict[str, Any]:
+    """Three requests that decode side by side, a fourth that comes later, a step that the original takes: a copy behind each
+    of these, not one a step.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sources: list[int] = []
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function.overloadpacket.__name__ == "copy_":
+                self.sources.append(args[1].data_ptr())
+            return function(*args, **(kwargs or {}))
+
+    def run(patches: tuple[str, ...]) -> tuple[list[Any], int]:
+        worlds: list[lab.Lab] = []
+
+        def touch(world: lab.Lab, step: int) -> None:
+            worlds[:] = [world]
+            if step == 15:
+                world.add(9, 40)
+            if step == 30 and patches:
+                world.runner._overlay_decode.rest = None  # the original takes this step, with the same requests
+
+        with Copies() as copies:
+            seen = history(18, 45, patches, release, touch=touch, load=[(5, 60), (7, 60), (6, 60)])
+        if not patches:
+            return seen, 0
+        # the original copies from there too, once in each step that it is left with
+        return seen, copies.sources.count(worlds[0].runner.input_batch.num_computed_tokens_cpu_tensor.data_ptr())
+
+    before = counted("decode-input-prep")
+    ours, copies = run(("decode-input-prep",))
+    assert_twins(ours, run(())[0])
+    events = spent("decode-input-prep", before)
+    assert events["hit"] > 30 and 3 <= copies <= 7, (events, copies)
+    return events | {"copies": copies}
+
+
 def check_what_a_dummy_run_leaves_behind_is_overwritten(release: str) -> dict[str, Any]:
     """Tails and constants hold another batch's values before a step, on the device and the host."""
 

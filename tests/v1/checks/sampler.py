@@ -156,7 +156,37 @@ def check_greedy_tokens_equal_the_originals(release: str) -> dict[str, Any]:
                 _same(sampler(logits, metadata(requests)), theirs)
             assert torch.equal(logits.nan_to_num(9.0), kept.nan_to_num(9.0)), "the logits were changed"
     events = spent(PATCH, before)
-    assert events == {"hit": 40}, events
+    # Triton's interpreter stands in for a device: the kernel of one launch ran every time
+    assert events == {"hit": 40, "fused argmax": 40}, events
+    return events
+
+
+def check_without_the_kernel_pytorchs_argmax_gives_the_tokens(release: str) -> dict[str, Any]:
+    """Too many rows, no Triton, or a kernel that does not run: the other way, with the same tokens."""
+    import torch
+
+    from patches._lib import argmax
+    from patches.common import greedy_native_dtype as patch
+
+    sampler, _ = _samplers()
+
+    def fails(logits: Any) -> Any:
+        raise RuntimeError("does not compile")
+
+    before, real, kept = counted(PATCH), argmax.argmax, patch._kernel
+    with device_path():
+        try:
+            cases = ((65, None, real), (2, False, real), (1, False, real), (3, None, fails), (2, None, fails))
+            for number, kernel, function in cases:
+                patch._kernel, argmax.argmax = kernel, function
+                logits = rows(random.Random(number), number, torch.bfloat16)
+                theirs = sampler(logits.clone(), metadata(number))
+                with applied(PATCH, version=release):
+                    _same(sampler(logits, metadata(number)), theirs)
+        finally:
+            argmax.argmax, patch._kernel = real, kept
+    events = spent(PATCH, before)
+    assert events == {"hit": 5, "no fused argmax: RuntimeError": 2}, events
     return events
 
 
@@ -180,7 +210,7 @@ def check_speculation_accepts_the_originals_tokens(release: str) -> dict[str, An
             with applied(PATCH, version=release):
                 _same(rejection(spec, None, logits, metadata(requests)), theirs)
     events = spent(PATCH, before)
-    assert events == {"hit": 25}, events
+    assert events == {"hit": 25, "speculation": 25}, events
     return events
 
 
