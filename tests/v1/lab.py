@@ -265,6 +265,13 @@ class Lab:
         tokens = [output.num_scheduled_tokens[name] for name in runner.input_batch.req_ids]
         return output, np.array(tokens, dtype=np.int32)
 
+    def draw(self, output: Any) -> Any:
+        """The tokens of this step: int32 [requests, 1]."""
+        import torch
+
+        number = self.runner.input_batch.num_reqs
+        return torch.tensor([[self.random.randrange(3, 512)] for _ in range(number)], dtype=torch.int32)
+
     def sample(self, output: Any) -> None:
         """Draw a token per request, leave them on the device, and tell the scheduler of the step before."""
         import torch
@@ -272,7 +279,7 @@ class Lab:
 
         runner = self.runner
         number = runner.input_batch.num_reqs
-        drawn = torch.tensor([[self.random.randrange(3, 512)] for _ in range(number)], dtype=torch.int32)
+        drawn = self.draw(output)
         runner.input_batch.prev_sampled_token_ids = None
         names = list(runner.input_batch.req_ids)
         discarded = runner.discard_request_mask.np[:number].copy()

@@ -12,7 +12,7 @@ from tests.testbeds import v2_on_cpu  # noqa: F401 # isort: skip - before torch,
 import hashlib
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,10 @@ import numpy as np
 import pytest
 import torch
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
+
+from tests.testbeds import grammars
 
 VOCAB = 512
 QWEN3 = {
@@ -58,25 +61,50 @@ GEMMA3 = QWEN3 | {  # full and sliding-window layers: two KV cache groups
 @dataclass
 class Trace:
     """What a history produced. outputs: request -> what it got. steps: one digest a step of all that could be read.
-    preemptions: how often a running request lost its blocks.
+    preemptions: how often a running request lost its blocks. masks: one entry a step with a grammar: its requests, the
+    bitmask's rows, its digest, the digest of the logits under it. deferred: how many of them were sampled only after the tokens
+    of the step before were in. grammars: request -> its grammar.
     """
 
     outputs: dict[str, Any] = field(default_factory=dict)
     steps: list[dict[str, str]] = field(default_factory=list)
     preemptions: int = 0
+    masks: list[tuple[tuple[str, ...], int, str, str]] = field(default_factory=list)
+    deferred: int = 0
+    grammars: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+@contextmanager
+def asynchronous_scheduling() -> Iterator[None]:
+    """Engines started inside schedule a step ahead of its tokens, as on a GPU by default; the CPU platform turns that off."""
+    from vllm.platforms import current_platform
+
+    kind = type(current_platform)
+    original = vars(kind)["check_and_update_config"]
+
+    def check(cls: Any, config: Any) -> None:
+        original.__func__(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    kind.check_and_update_config = classmethod(check)
+    try:
+        yield
+    finally:
+        kind.check_and_update_config = original
 
 
 class Engine:
     """The engine of one model, with the means to run a history from a known state."""
 
-    def __init__(self, folder: Any, config: dict[str, Any], **options: Any) -> None:
+    def __init__(self, folder: Any, config: dict[str, Any], *, asynchronous: bool = False, **options: Any) -> None:
         import json
 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
+        self.tokenizer = grammars.save_tokenizer(folder)
         settings = {
             "load_format": "dummy",
-            "skip_tokenizer_init": True,
+            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
             "enforce_eager": True,
             "max_model_len": 160,
             "max_num_seqs": 4,  # fewer than the requests: whoever waits gets a freed slot in the very next step
@@ -87,7 +115,8 @@ class Engine:
             "seed": 0,
             "disable_log_stats": True,
         }
-        self.llm = LLM(str(folder), **settings | options)
+        with asynchronous_scheduling() if asynchronous else nullcontext():
+            self.llm = LLM(str(folder), **settings | options)
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         self.runner = self.engine.model_executor.driver_worker.worker.model_runner
@@ -95,6 +124,9 @@ class Engine:
         self.pad_to = 1
         self._pad_decode_batches()
         self._count_preemptions()
+        self._note_masks()
+        # Compiled in another thread, a grammar would be ready at a step that depends on the machine's load.
+        self.core.structured_output_manager._use_async_grammar_compilation = False
         self.trace: Trace | None = None
         self.runner.model.register_forward_pre_hook(self._before_forward)
         self.snapshot = {name: value.clone() for name, value in self.tensors()}
@@ -135,6 +167,24 @@ class Engine:
 
         scheduler._preempt_request = preempt
 
+    def _note_masks(self) -> None:
+        """What the runner's own worker for structured outputs was given, and the logits that it left."""
+        worker = self.runner.structured_outputs_worker
+        original = worker.apply_grammar_bitmask
+
+        def apply(logits: torch.Tensor, batch: Any, names: list[str], bitmask: np.ndarray) -> None:
+            original(logits, batch, names, bitmask)
+            if self.trace is not None:
+                self.trace.masks.append((tuple(map(external, names)), len(bitmask), _digest(bitmask), _digest(logits)))
+
+        def bitmask_of(output: Any) -> Any:
+            if self.trace is not None:
+                self.trace.deferred += output.pending_structured_output_tokens
+            return asked(output)
+
+        asked = self.core.scheduler.get_grammar_bitmask
+        worker.apply_grammar_bitmask, self.core.scheduler.get_grammar_bitmask = apply, bitmask_of
+
     # -- state
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -145,6 +195,7 @@ class Engine:
             "tables": runner.block_tables,
             "requests": runner.req_states,
             "sampler": runner.sampler,
+            "grammar": runner.structured_outputs_worker,
         }
         seen: set[int] = set()
         for name, root in roots.items():
@@ -206,6 +257,7 @@ class Engine:
                 "lengths": runner.block_tables.num_blocks,
                 "requests": runner.req_states,
                 "sampler": runner.sampler,
+                "grammar": runner.structured_outputs_worker,
             }
             self.trace.steps.append({name: _digest(part) for name, part in parts.items()})
 
@@ -227,6 +279,8 @@ class Engine:
                     _, name, length, prefix, params = waiting.pop(0)
                     tokens = shared[:prefix] + [rnd.randrange(2, VOCAB) for _ in range(length)]
                     self.engine.add_request(name, {"prompt_token_ids": tokens}, params)
+                    if params.structured_outputs is not None:
+                        self.trace.grammars[name] = grammars.KINDS[int(params.extra_args["kind"])]
                     live.add(name)
                 if live and rnd.random() < 0.03:
                     victim = rnd.choice(sorted(live))
@@ -260,8 +314,16 @@ PROCESSING: list[dict[str, Any]] = [
 ]
 
 
+def external(name: str) -> str:
+    """The name under which a request was submitted (the engine makes it unique with a random end)."""
+    return name.partition("-")[0]
+
+
 def requests(rnd: random.Random, kind: str) -> Iterator[tuple[int, str, int, int, SamplingParams]]:
     """(step of arrival, name, tokens of its own, tokens of the shared prefix, parameters)."""
+    if kind.startswith("structured"):
+        yield from structured_requests(rnd, kind)
+        return
     at = 0
     for i in range(7):
         base: dict[str, Any] = {"max_tokens": rnd.randint(5, 40), "temperature": 0.0, "detokenize": False, "seed": i}
@@ -273,6 +335,28 @@ def requests(rnd: random.Random, kind: str) -> Iterator[tuple[int, str, int, int
             params._bad_words_token_ids = [[rnd.randrange(VOCAB)], [rnd.randrange(VOCAB), rnd.randrange(VOCAB)]]
         yield at, f"r{i}", rnd.randint(1, 60), rnd.choice([0, 0, 40, 70]), params
         at += rnd.choice([0, 0, 0, 2, 6])
+
+
+def structured_requests(rnd: random.Random, kind: str) -> Iterator[tuple[int, str, int, int, SamplingParams]]:
+    """As ``requests``: one request under each kind of grammar, the others without, and the last without for a while.
+
+    "structured greedy" is all greedy; otherwise some sample, are penalised or want logprobs, with and without a grammar.
+    """
+    at = 0
+    processing = [{"temperature": 0.8}, {"logprobs": 3}, {"repetition_penalty": 1.3}, {"frequency_penalty": 0.6}]
+    short = kind == "structured speculative"  # its steps are slow: a rejection sampler of many kernels
+    for i, which in enumerate((0, 1, None, 2) if short else (0, None, 1, 2, None, 3, None)):
+        base: dict[str, Any] = {"max_tokens": rnd.randint(12, 36) // (1 + short), "temperature": 0.0, "detokenize": False}
+        base["seed"] = i
+        if kind != "structured greedy" and rnd.random() < 0.5:
+            base |= rnd.choice(processing)
+        if which is None:
+            params = SamplingParams(**base, ignore_eos=True)
+        else:
+            grammar = StructuredOutputsParams(**grammars.KINDS[which])
+            params = SamplingParams(**base, structured_outputs=grammar, extra_args={"kind": which})
+        yield at, f"r{i}", rnd.randint(1, 40), rnd.choice([0, 0, 40]), params
+        at += rnd.choice([0, 0, 2, 6])
 
 
 def _seen(output: Any) -> Any:
@@ -331,6 +415,7 @@ def assert_equal(stock: Trace, patched: Trace) -> None:
         assert one == other, f"step {i}: {[name for name in one if one[name] != other[name]]} differ"
     assert stock.outputs == patched.outputs
     assert stock.preemptions == patched.preemptions
+    assert stock.masks == patched.masks
 
 
 _engines: dict[str, Engine] = {}
@@ -342,6 +427,8 @@ def engine_of(name: str, factory: pytest.TempPathFactory) -> Engine:
         folder = factory.getbasetemp() / f"model-{name}"
         if name == "one-group":
             _engines[name] = Engine(folder, QWEN3)
+        elif name == "asynchronous":
+            _engines[name] = Engine(folder, QWEN3, asynchronous=True)
         elif name == "two-groups":
             _engines[name] = Engine(folder, GEMMA3, num_gpu_blocks_override=40)
         elif name == "speculating":
@@ -355,6 +442,11 @@ def engine_of(name: str, factory: pytest.TempPathFactory) -> Engine:
 @pytest.fixture(scope="session")
 def qwen(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return engine_of("one-group", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def asynchronous(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return engine_of("asynchronous", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
