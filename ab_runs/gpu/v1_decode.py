@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ab_runs.gpu.common import main  # noqa: E402
 
 PATCHES = ["block-table-dirty", "unchanged-copies", "greedy-native-dtype", "decode-input-prep", "flash-schedule-graph"]
+EXACT_TOO = ("mrope-pinned-copy", "gdn-metadata-once", "min-tokens-mask-cache", "running-slots")
 
 if __name__ == "__main__":
-    main(__doc__, "V1", PATCHES)
+    sys.exit(main(__doc__, "V1", PATCHES, EXACT_TOO))

@@ -21,4 +21,4 @@ PATCHES = ["sampler-staged-writes", "decode-input-prep-v2", "greedy-tail", "deci
 PATCHES += ["decode-tail-graph", "flash-schedule-graph", "attention-metadata-reuse"]
 
 if __name__ == "__main__":
-    main(__doc__, "V2", PATCHES)
+    sys.exit(main(__doc__, "V2", PATCHES))
