@@ -19,6 +19,7 @@ from overlay.ledger import Receipt, bind, write_json
 ARMED: Hooks | None = None  # the hooks of this process, once armed
 
 WAITING, APPLIED, FAILED = "waiting", "applied", "failed"
+UNMET = "it requires "  # how the reason of a patch begins that is off because of another one
 
 
 class Refused(RuntimeError):
@@ -120,7 +121,7 @@ class Hooks:
         for other in self.patches[patch]["requires"]:
             if self.state(other) != APPLIED:
                 reason = self.receipt.content["patches"].get(other, {}).get("reason", "it is not part of the plan")
-                return f"it requires {other}, which is not in force: {reason}"
+                return f"{UNMET}{other}, which is not in force: {reason}"
         return None
 
     def _apply(self, patch: str) -> None:

@@ -44,6 +44,7 @@ def _serving(config: Any, runner: str | None) -> dict[str, Any]:
     parallel, scheduler = config.parallel_config, config.scheduler_config
     model, compilation = config.model_config, config.compilation_config
     speculative = config.speculative_config
+    outputs = getattr(config, "aux_output_config", model)  # from 0.32; the model's own before
     found = {
         "runner": runner,
         "tensor_parallel": getattr(parallel, "tensor_parallel_size", None),
@@ -58,6 +59,7 @@ def _serving(config: Any, runner: str | None) -> dict[str, Any]:
         "max_model_len": getattr(model, "max_model_len", None),
         "enforce_eager": getattr(model, "enforce_eager", None),
         "prompt_embeds": getattr(model, "enable_prompt_embeds", None),
+        "routed_experts": getattr(outputs, "enable_return_routed_experts", None),
         "task": {"generate": "generate", "pooling": "pooling"}.get(getattr(model, "runner_type", "")),
         "quantization": getattr(model, "quantization", None),
         "prefix_caching": getattr(config.cache_config, "enable_prefix_caching", None),

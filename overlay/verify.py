@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from overlay.apply import MARK
-from overlay.hooks import APPLIED, FAILED, Hooks
+from overlay.hooks import APPLIED, FAILED, UNMET, Hooks
 from overlay.ledger import read_memory, read_run
 from overlay.spec import ENGINE, WORKER
 
@@ -27,7 +27,9 @@ def verify_worker(hooks: Hooks, worker: Any) -> None:
     for patch, order in hooks.patches.items():  # in order: what a patch requires comes before it
         if order["process"] != WORKER:
             continue
-        reason = _not_in_force(hooks, patch) or hooks.unmet(patch) or _wrong_here(order, facts)
+        reason = _not_in_force(hooks, patch)
+        if reason is None or reason.startswith(UNMET):  # its own conditions say more than what became of another patch
+            reason = _wrong_here(order, facts) or reason or hooks.unmet(patch)
         for path in order["live"] if reason is None else ():
             reason = _not_live(hooks.applications.get(patch), worker, path)
             if reason is not None:

@@ -21,15 +21,19 @@ if str(ROOT) not in sys.path:
 
 TILES = "gemm-tiles"
 FUSED = ("gated-mlp-llama", "gated-mlp-qwen2", "gated-mlp-qwen3-5")
+NORMED = ("normed-layer-qwen3",)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """The loosest class allowed; the patches that may be in force (None: all that are on by default), and that may not."""
+    """The loosest class allowed; the patches that may be in force (None: all that are on by default), that may not, and that
+    are on besides.
+    """
 
     exactness: str
     only: tuple[str, ...] | None = None
     without: tuple[str, ...] = ()
+    besides: tuple[str, ...] = ()
 
 
 ARMS: dict[str, Arm | None] = {  # None: no launcher
@@ -37,11 +41,13 @@ ARMS: dict[str, Arm | None] = {  # None: no launcher
     "again": None,  # the control: stock once more
     "host": Arm("bitwise"),
     "tiles": Arm("rounding", (TILES,)),
+    "kernels": Arm("rounding", (TILES, *FUSED)),
     "unfused": Arm("rounding", without=FUSED),
     "all": Arm("rounding"),
+    "normed": Arm("rounding", besides=NORMED),
 }
 # What an arm is about: it must be in force and its fast path must have run.
-NEEDED = dict.fromkeys(("tiles", "unfused", "all"), (TILES,))
+NEEDED = dict.fromkeys(("tiles", "kernels", "unfused", "all"), (TILES,)) | {"normed": (TILES, *NORMED)}
 # Where an engine has several ranks. Nothing may use NVLink multicast: on a host whose GPUs others share, a program that does
 # can put them out of service. NCCL, PyTorch's symmetric memory and NVSHMEM have switches of their own; vLLM's own
 # all-reduce works through CUDA IPC and stays on. FlashInfer's, which vLLM fuses with the norm by default on Hopper, takes
@@ -62,8 +68,8 @@ ELSEWHERE = ("what came up is not what it is for", "its targets were never impor
 def settings(arm: str, tables: Path | None = None) -> dict[str, Any] | None:
     """The arm's settings for ``--overlay-config``; None for an arm without the launcher.
 
-    No patch is named to be on, so that one that cannot apply is left out and reported rather than ending the launch; only a
-    folder of tables has to be given under the patch's name.
+    No patch that is on by default is named to be on, so that one that cannot apply is left out and reported rather than ending
+    the launch; only a folder of tables has to be given under the patch's name.
     """
     made = ARMS[arm]
     if made is None:
@@ -72,6 +78,7 @@ def settings(arm: str, tables: Path | None = None) -> dict[str, Any] | None:
 
     others = load_catalog() if made.only is not None else ()
     patches: dict[str, Any] = {name: False for name in (*others, *made.without) if name not in (made.only or ())}
+    patches |= dict.fromkeys(made.besides, True)
     if tables is not None and made.exactness == "rounding":
         patches[TILES] = {"tables": str(tables.resolve())}
     return {"profile": "auto", "exactness": made.exactness, "patches": patches}
@@ -118,7 +125,7 @@ def proof(arm: str, run: Path, ranks: int = 1) -> dict[str, Any]:
 
     ranks: worker processes that the engine must have, each with its own proof. Counters are sums over processes.
     Keys: ``digest``, ``runner``, ``processes`` (role of each), ``in_force`` (id -> ``{"builds", "counters"}``), ``elsewhere``
-    (id -> why it is not for this engine), ``not_in_force`` (id -> reason), ``problems``.
+    (id -> why it, or what it requires, is not for this engine), ``not_in_force`` (id -> reason), ``problems``.
     """
     found: dict[str, Any] = {"in_force": {}, "elsewhere": {}, "not_in_force": {}, "problems": []}
     problems: list[str] = found["problems"]
@@ -165,7 +172,7 @@ def proof(arm: str, run: Path, ranks: int = 1) -> dict[str, Any]:
         if reason is None:
             builds = {build for receipt in where for build in receipt["patches"].get(name, {}).get("builds", {}).values()}
             found["in_force"][name] = {"builds": sorted(builds), "counters": _sum(counters, name)}
-        elif reason.startswith(ELSEWHERE) and name not in NEEDED.get(arm, ()):
+        elif _elsewhere(reason) and name not in NEEDED.get(arm, ()):
             found["elsewhere"][name] = reason
         else:
             found["not_in_force"][name] = reason
@@ -178,6 +185,15 @@ def proof(arm: str, run: Path, ranks: int = 1) -> dict[str, Any]:
             where = "" if ranks == 1 else f" on rank {', '.join(str(receipt.get('rank')) for receipt in idle)}"
             problems.append(f"{name} is in force and its fast path never ran{where}")
     return found
+
+
+def _elsewhere(reason: str) -> bool:
+    """Whether a patch is off because the engine is not one for it, or not one for a patch that it requires."""
+    from overlay.hooks import UNMET
+
+    while reason.startswith(UNMET):
+        reason = reason.partition(": ")[2]  # what is said of the other patch
+    return reason.startswith(ELSEWHERE) and "is unknown" not in reason  # what nobody knows excuses nothing
 
 
 def _missing(name: str, receipts: list[dict[str, Any]], verified: bool) -> str | None:

@@ -1,11 +1,11 @@
-"""Answers and quality of a model with real weights, stock against gemm-tiles, on the GPU at hand.
+"""Answers and quality of a model with real weights, stock against the measured kernels, on the GPU at hand.
 
     python ab_runs/gpu/gemm_quality.py --model DIR --tables DIR --out FILE
 
-Three arms (``arms.py``) side by side: ``stock``; ``again``, stock once more: the control; ``tiles``, gemm-tiles alone through
-``launch.py --overlay-exec``. Each is an engine in one process, eager: it reads English text in steps of 16 and of 1 token, so
-that every product of the model, lm_head included, has 16 or 1 rows, and records each token's log probability; and it decodes
-prompts one request at a time with the two best log probabilities of every token.
+Three arms (``arms.py``) side by side: ``stock``; ``again``, stock once more: the control; ``kernels``, gemm-tiles and the
+fused forms alone through ``launch.py --overlay-exec``. Each is an engine in one process, eager: it reads English text in
+steps of 16 and of 1 token, so that every product of the model, lm_head included, has 16 or 1 rows, and records each token's
+log probability; and it decodes prompts one request at a time with the two best log probabilities of every token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from ab_runs.gpu import arms  # noqa: E402
 from ab_runs.gpu.gemm_serve import setting  # noqa: E402
 
-ARMS = ("stock", "again", "tiles")
+ARMS = ("stock", "again", "kernels")
 QUESTIONS = [
     "Why is the sky blue?", "Explain how a bicycle stays upright.", "Write a short story about a lighthouse keeper.",
     "What is the difference between a list and a tuple in Python?", "Name three causes of the First World War.",
@@ -218,7 +218,7 @@ def compare(args: argparse.Namespace) -> None:
     content = {"verdict": verdict, "problems": problems, "proofs": proofs, "arms": found}
     Path(args.out).write_text(json.dumps(content))
     print(json.dumps(verdict, indent=1))
-    print(f"tiles: {arms.describe(proofs['tiles'])}")
+    print(f"kernels: {arms.describe(proofs['kernels'])}")
     for arm in ARMS:
         arms.warn(arm, problems[arm])
 

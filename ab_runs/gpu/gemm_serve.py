@@ -4,11 +4,13 @@
     python ab_runs/gpu/gemm_serve.py --models DIR --out FILE --plan qwen3.5-27b:stock then qwen3.5-27b:tiles --boots 2
 
 Arms (``arms.py``): ``stock`` without the launcher; ``host`` what ``profile: auto`` gives of bitwise patches; ``tiles`` only
-gemm-tiles; ``all`` both. Every arm but stock is started through ``launch.py --overlay-exec``. It is an engine of its own (its
-own processes and compile caches; vLLM's defaults: torch.compile, graphs, asynchronous scheduling) on one GPU, idle but for
-the moments in which it is measured. ``then`` ends a wave: its engines are gone before the next wave's are built. ``MODEL+spec``
-is the model under n-gram speculation (K = 4) on a text that repeats. ``MODEL+lora`` serves every other request of a batch,
-the first included, with a LoRA adapter (``adapter.py``) that every engine makes for itself, the same in all.
+gemm-tiles; ``kernels`` that and the fused MLP; ``all`` everything of class rounding that is on by default, ``unfused`` that
+without the fused MLP, ``normed`` that with normed-layer-qwen3. Every arm but stock is started through ``launch.py
+--overlay-exec``. It is an engine of its own (its own processes and compile caches; vLLM's defaults: torch.compile, graphs,
+asynchronous scheduling) on one GPU, idle but for the moments in which it is measured. ``then`` ends a wave: its engines are
+gone before the next wave's are built. ``MODEL+spec`` is the model under n-gram speculation (K = 4) on a text that repeats.
+``MODEL+lora`` serves every other request of a batch, the first included, with a LoRA adapter (``adapter.py``) that every
+engine makes for itself, the same in all.
 
 ``--setting tensor_parallel_size=2`` spreads every engine over two GPUs; ``arms.py`` says what is switched off then, in all
 arms alike. A rank's products are other shapes: give ``--tables`` of ``python -m overlay tune MODEL -tp 2``.

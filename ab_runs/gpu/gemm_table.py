@@ -2,7 +2,7 @@
 
     python ab_runs/gpu/gemm_table.py MACHINE.json TABLE.json PAGE.md RECORDS.jsonl [RECORDS.jsonl ...]
 
-PAGE.md: the bf16 products of whole models as a page to read, and the MLPs.
+PAGE.md: the bf16 products of whole models as a page to read, and the fused forms.
 
 Products are taken without programmatic launch, which measured slower in service. A sweep that also tried it holds, per
 product, the best tiles' raw times without it (``tried``) and their times after a small kernel (``finalists``). An entry
@@ -86,11 +86,11 @@ def page(records: list[dict[str, Any]], machine: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def mlp_page(records: list[dict[str, Any]]) -> str:
-    """All MLPs: the platform's, by the table's products, and fused."""
-    from ab_runs.gpu.gemm_mlp import MODELS
+def fused_page(records: list[dict[str, Any]]) -> str:
+    """All MLPs: the platform's, by the table's products, and fused; and what was measured with its norm."""
+    from ab_runs.gpu.gemm_fused import MODELS
 
-    names = {sizes: name for name, sizes in MODELS.items()}
+    names = {sizes[:2]: name for name, sizes in MODELS.items()}
     lines = [
         "",
         "## MLPs",
@@ -102,8 +102,8 @@ def mlp_page(records: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for record in records:
-        _, dtype, rows, hidden, inner = record["cell"]
-        if dtype != "bfloat16":
+        kind, dtype, rows, hidden, inner = record["cell"]
+        if dtype != "bfloat16" or kind != "mlp":
             continue
         forms = record["forms_us"]
         us = [f"{forms[name]:.2f}" for name in ("original", "tiles", "gated", "chained")]
@@ -112,20 +112,39 @@ def mlp_page(records: list[dict[str, Any]]) -> str:
         row = (rows, names.get((hidden, inner), "-"), f"{hidden}, {inner}", *us, f"{record['limit_us']:.2f}",
                f"{record['limit_us'] / best:.0%}", kept)  # fmt: skip
         lines.append("| " + " | ".join(map(str, row)) + " |")
+    lines += [
+        "",
+        "## With the norm",
+        "",
+        "What stands behind a layer's norms, norm included: apart (a kernel for sum and norm, then the fastest of the above)",
+        "and with the norm inside the product (overlay/tune/behind_norm.py).",
+        "",
+        "| rows | what | apart | with the norm | gain | limit | kept |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for record in records:
+        kind, dtype, rows, a, b = record["cell"]
+        if kind == "mlp" or dtype != "bfloat16":
+            continue
+        what = f"{a} x {b}" if kind == "normed" else f"MLP {a}, {b}"
+        figures = (f"{record['apart_us']:.2f}", f"{record['us']:.2f}", f"{record['apart_us'] / record['us']:.2f}x")
+        row = (rows, what, *figures, f"{record['limit_us']:.2f}", "yes" if record["kept"] else record["why"])
+        lines.append("| " + " | ".join(map(str, row)) + " |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     machine, target, readable = (Path(argument) for argument in sys.argv[1:4])
     records = [record for path in sys.argv[4:] for record in search.read_log(Path(path))]
-    mlps = [record for record in records if record["cell"][0] == "mlp"]
-    products = [without_programmatic_launch(record) for record in records if record["cell"][0] != "mlp"]
+    fused = [record for record in records if record["cell"][0] in search.FUSED]
+    products = [without_programmatic_launch(record) for record in records if record["cell"][0] not in search.FUSED]
     head = json.loads(machine.read_text())
-    made = search.to_table([*products, *mlps], head, margin=MARGIN, note=NOTE)
+    made = search.to_table([*products, *fused], head, margin=MARGIN, note=NOTE)
     table.save(made, target)
-    print(f"{len(made.entries)} of {len(products)} products and {len(made.mlps)} of {len(mlps)} MLPs kept")
-    readable.write_text(page([record for record in products if record["cell"][0] == "bfloat16"], head) + mlp_page(mlps))
-    for record in (*products, *mlps):
+    kept = len(made.mlps) + len(made.normed) + len(made.normed_mlps)
+    print(f"{len(made.entries)} of {len(products)} products and {kept} of {len(fused)} fused forms kept")
+    readable.write_text(page([record for record in products if record["cell"][0] == "bfloat16"], head) + fused_page(fused))
+    for record in (*products, *fused):
         if not record["kept"]:
             print(search.describe(record))
 

@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from overlay.tune.search import FUSED
 from patches._lib.gemm import table
-from patches._lib.gemm.shapes import gated_mlps, products
+from patches._lib.gemm.shapes import gated_mlps, normed, products
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -42,13 +43,15 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def cells_of(args: argparse.Namespace) -> list[tuple[Any, ...]]:
-    """What to measure: products, (dtype, rows, n, k), and of a model on one rank its gated MLP, ("mlp", dtype, rows, hidden,
-    inner). Raises ValueError with what is wrong.
+    """What to measure: products, (dtype, rows, n, k); of a model on one rank its gated MLP, ("mlp", dtype, rows, hidden,
+    inner); of models whose layers have a patch for it both with their norm (see ``behind_norm``). Raises ValueError with
+    what is wrong.
     """
     rows = _numbers(args.rows, "--rows")
     if bad := [m for m in rows if not 1 <= m <= table.MAX_ROWS]:
         raise ValueError(f"--rows: {bad[0]} is not between 1 and {table.MAX_ROWS}")
     mlps: list[tuple[int, int]] = []
+    behind_norms: list[tuple[str, int, int]] = []
     if args.shapes:
         shapes = []
         for part in args.shapes.split(","):
@@ -59,11 +62,13 @@ def cells_of(args: argparse.Namespace) -> list[tuple[Any, ...]]:
         config = read_config(args.model)
         found = products(config, args.tensor_parallel_size)
         shapes = [(product.n, product.k) for product in found]
-        mlps = gated_mlps(config) if args.tensor_parallel_size == 1 else []
+        if args.tensor_parallel_size == 1:
+            mlps, behind_norms = gated_mlps(config), normed(config)
     else:
         raise ValueError("give a MODEL or --shapes")
     cells: list[tuple[Any, ...]] = [(args.dtype, m, n, k) for m in rows for n, k in dict.fromkeys(shapes)]
-    return cells + [("mlp", args.dtype, m, hidden, inner) for m in rows for hidden, inner in mlps]
+    cells += [("mlp", args.dtype, m, hidden, inner) for m in rows for hidden, inner in mlps]
+    return cells + [(kind, args.dtype, m, a, b) for m in rows if m <= table.NORMED_ROWS for kind, a, b in behind_norms]
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def main(argv: list[str]) -> int:
         return 2
     if args.list:
         for cell in cells:
-            print("{1} {2} x MLP {3}, {4}".format(*cell) if cell[0] == "mlp" else "{} {} x {} x {}".format(*cell))
+            print("{1} {2} x {0} {3}, {4}".format(*cell) if cell[0] in FUSED else "{} {} x {} x {}".format(*cell))
         return 0
     import torch
 
@@ -122,17 +127,19 @@ def tune(args: argparse.Namespace, cells: list[tuple[Any, ...]]) -> int:
     left = [cell for cell in cells if cell not in known]
     print(f"{len(cells)} cells on {machine['name']}, {len(cells) - len(left)} of them known from {log}", flush=True)
     if left:
-        from overlay.tune import mlp
+        from overlay.tune import behind_norm, mlp
 
         jobs: dict[Any, Any] = {}
-        alone = [cell for cell in left if cell[0] != "mlp"]
+        alone = [cell for cell in left if cell[0] not in FUSED]
         for dtype, m, n, k in alone:
             for tile in candidates(m, n, k, int(machine["sms"])):
                 jobs[tile, m if tile.kernel == "rows" else 0, n % tile.bn == 0, k % tile.span == 0] = (tile, dtype, m, n, k)
         start = time.monotonic()
         gated = mlp.jobs([cell for cell in left if cell[0] == "mlp"], int(machine["sms"]))  # type: ignore[misc]
+        normed_jobs = behind_norm.jobs([cell for cell in left if FUSED.get(cell[0]) == 2])
         measure.precompile([*jobs.values(), *gated], args.processes)
-        print(f"{len(jobs) + len(gated)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
+        measure.in_processes(behind_norm.compile_job, normed_jobs, args.processes)
+        print(f"{len(jobs) + len(gated) + len(normed_jobs)} kernels compiled in {time.monotonic() - start:.0f} s", flush=True)
         machine |= {"copy_gbs": round(measure.copy_bandwidth()), "date": time.strftime("%Y-%m-%d")}
         bench = measure.Bench(args.dtype, max((n * k for *_, n, k in alone), default=1))
         seconds = args.minutes * 60 - (time.monotonic() - start)
@@ -144,7 +151,7 @@ def tune(args: argparse.Namespace, cells: list[tuple[Any, ...]]) -> int:
     table.save(found, target)
     print(
         f"{target}: {len(found.entries)} products and {len(found.mlps)} MLPs faster than the platform's own by more than "
-        f"{args.margin:.0%}"
+        f"{args.margin:.0%}, {len(found.normed) + len(found.normed_mlps)} of them faster with their norm"
     )
     return 0
 

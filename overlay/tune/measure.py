@@ -138,21 +138,27 @@ def copy_bandwidth(device: str = "cuda", nbytes: int = 2**32) -> float:
 
 def precompile(jobs: list[tuple[Any, ...]], processes: int) -> None:
     """Compile kernels for (tile, dtype, m, n, k[, gated]) in several processes; they share Triton's cache on disk."""
+    in_processes(_compile_one, jobs, processes)
+
+
+def in_processes(work: Callable[[Any], None], jobs: list[Any], processes: int) -> None:
+    """``work`` on every job, in fresh processes."""
     import concurrent.futures
     import multiprocessing
 
+    if not jobs:
+        return
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
-        size = max(1, len(jobs) // (processes * 4))
-        list(pool.map(_compile, [jobs[i : i + size] for i in range(0, len(jobs), size)]))
+        list(pool.map(work, jobs, chunksize=max(1, len(jobs) // (processes * 4))))
 
 
-def _compile(jobs: list[tuple[Any, ...]]) -> None:
-    for tile, dtype, m, n, k, *gated in jobs:
-        try:
-            kernels.warm(tile, DTYPES[dtype], m, n, k, *gated)
-        except Exception as error:  # noqa: BLE001 - a tile that does not compile is measured as such later
-            print(f"{tile}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+def _compile_one(job: tuple[Any, ...]) -> None:
+    tile, dtype, m, n, k, *gated = job
+    try:
+        kernels.warm(tile, DTYPES[dtype], m, n, k, *gated)
+    except Exception as error:  # noqa: BLE001 - a tile that does not compile is measured as such later
+        print(f"{tile}: {type(error).__name__}: {str(error)[:200]}", flush=True)
 
 
 def versions(device: str = "cuda") -> dict[str, str | int]:

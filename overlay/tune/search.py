@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from overlay.tune.candidates import candidates
-from patches._lib.gemm.table import Entry, Mlp, Table, Tile
+from patches._lib.gemm.table import Entry, Mlp, Normed, Table, Tile
 
 Cell = tuple[str, int, int, int]  # dtype, m, n, k
 MlpCell = tuple[str, str, int, int, int]  # "mlp", dtype, m, hidden, inner
+FUSED = {"mlp": 1, "normed": 2, "normed_mlp": 2}  # first word of other cells -> when they can be measured
 ERROR_LIMIT = 1e-2  # relative; bf16 rounding of the result alone gives about 2e-3
 
 
@@ -93,18 +94,22 @@ def search(
 ) -> list[dict[str, Any]]:
     """Measure the cells that ``log`` does not hold yet, until ``seconds`` are over. Returns all records of the log.
 
-    MLPs come last: they are measured against the best of their products.
+    Products come first, then what is measured against the best of them: MLPs, and both with their norm.
     """
     records = read_log(log)
     done = {record["cell"] for record in records}
-    cells = sorted((cell for cell in cells if cell not in done), key=lambda cell: cell[0] == "mlp")
+    cells = sorted((cell for cell in cells if cell not in done), key=lambda cell: FUSED.get(cell[0], 0))
     start = time.monotonic()
     with log.open("a", encoding="utf-8") as out:
         for number, cell in enumerate(cells, 1):
             if (spent := time.monotonic() - start) > seconds:
                 say(f"time is over after {spent:.0f} s: {len(cells) - number + 1} cells not measured")
                 break
-            if cell[0] == "mlp":
+            if cell[0] in ("normed", "normed_mlp"):
+                from overlay.tune.behind_norm import measure_normed
+
+                record = measure_normed(cell, records, copy_gbs)
+            elif cell[0] == "mlp":
                 from overlay.tune.mlp import measure_mlp
 
                 record = measure_mlp(cell, products_of(cell, records), margin, copy_gbs)
@@ -129,6 +134,11 @@ def describe(record: dict[str, Any]) -> str:
         _, dtype, m, hidden, inner = record["cell"]
         forms = ", ".join(f"{name} {us:.2f}" for name, us in record.get("forms_us", {}).items())
         text = f"{dtype} {m} x MLP {hidden}, {inner}: us {forms}; limit {record['limit_us']:.2f}"
+        return text + ("" if record["kept"] else f"; left out: {record['why']}")
+    if record["cell"][0] in FUSED:
+        kind, dtype, m, a, b = record["cell"]
+        figures = f"apart {record.get('apart_us', 0):.2f} us, with the norm {record.get('us', 0):.2f}"
+        text = f"{dtype} {m} x {kind} {a}, {b}: {figures}"
         return text + ("" if record["kept"] else f"; left out: {record['why']}")
     dtype, m, n, k = record["cell"]
     text = f"{dtype} {m} x {n} x {k}: original {record['original_us']:.2f} us, limit {record['limit_us']:.2f}"
@@ -167,7 +177,7 @@ def entries(records: Iterable[dict[str, Any]]) -> list[Entry]:
             error=float(f"{record['error']:.2e}"),
         )
         for record in records
-        if record["kept"] and record["cell"][0] != "mlp"
+        if record["kept"] and record["cell"][0] not in FUSED
     ]  # fmt: skip
 
 
@@ -184,10 +194,30 @@ def mlps(records: Iterable[dict[str, Any]]) -> list[Mlp]:
     ]  # fmt: skip
 
 
+def normed(records: Iterable[dict[str, Any]]) -> list[Normed]:
+    """The table's products and MLPs with their norm: the records of such that were kept."""
+    found = []
+    for record in records:
+        if not record["kept"] or record["cell"][0] not in ("normed", "normed_mlp"):
+            continue
+        kind, dtype, rows, a, b = record["cell"]
+        gated = kind == "normed_mlp"
+        n, k = (2 * b, a) if gated else (a, b)
+        tiles = {"tile": Tile(**record["tile"]), "second": Tile(**record["second"]) if record["second"] else None}
+        figures = {name: round(record[name], 2) for name in ("us", "apart_us", "limit_us")}
+        found.append(Normed(dtype, rows, n, k, gated, **tiles, **figures, error=float(f"{record['error']:.2e}")))
+    return found
+
+
 def to_table(records: Iterable[dict[str, Any]], machine: dict[str, Any], *, margin: float, note: str) -> Table:
     """The table of what was kept. machine: what ``measure.versions`` says, with ``copy_gbs`` and ``date``."""
     records = list(records)
     found = {entry.key: entry for entry in entries(records)}
     gated = {mlp.key: mlp for mlp in mlps(records)}
+    with_norm = normed(records)
     head = {name: machine[name] for name in ("arch", "sms", "triton", "torch", "driver", "date", "copy_gbs")}
-    return Table(path="", devices=(machine["name"],), margin=margin, note=note, entries=found, mlps=gated, **head)
+    return Table(
+        path="", devices=(machine["name"],), margin=margin, note=note, entries=found, mlps=gated,
+        normed={entry.key: entry for entry in with_norm if not entry.gated},
+        normed_mlps={entry.key: entry for entry in with_norm if entry.gated}, **head,
+    )  # fmt: skip

@@ -77,6 +77,7 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.23.0,<0.34", runner="V2", platforms=("cuda", "rocm", "dcu", "cpu")),
     live=("model_runner.sampler.sampling_states",),
     tests="tests/v2/cases/case_decision_cache.py",
+    measured="ab_runs/results/host/h200_exactness.yaml",
 )
 
 count = Counters(PATCH.id)

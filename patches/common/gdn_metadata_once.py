@@ -73,8 +73,8 @@ PATCH = Patch(
         ),
         also="own_runner",
     ),
-    verified="simulated",
     tests="tests/v1/test_gdn_metadata_once.py",
+    measured="ab_runs/results/host/h200_exactness.yaml",
 )
 
 count = Counters(PATCH.id)

@@ -49,6 +49,7 @@ PATCH = Patch(
         facts={"serving.speculative_method": Check("speculation on", bool)},
     ),
     tests="tests/v1/test_min_tokens_mask_cache.py",
+    measured="ab_runs/results/host/h200_exactness.yaml",
 )
 
 count = Counters(PATCH.id)

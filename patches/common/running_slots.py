@@ -84,6 +84,7 @@ PATCH = Patch(
     condition=Condition(vllm=">=0.18.1,<0.34", platforms=("cuda", "rocm", "dcu", "cpu", "ascend")),
     process=ENGINE,
     tests="tests/v2/test_running_slots.py",
+    measured="ab_runs/results/host/h200_exactness.yaml",
 )
 
 count = Counters(PATCH.id)

@@ -71,6 +71,31 @@ def test_a_patch_for_another_runner_is_no_problem_and_a_failed_one_is(run, reaso
     assert (OTHER in said["elsewhere"]) == (not problems)
 
 
+UNMET = "it requires x, which is not in force: "
+
+
+@pytest.mark.parametrize(
+    ("reason", "problems"),
+    [
+        (f"{UNMET}what came up is not what it is for: the runner is V2, not V1", 0),
+        (f"{UNMET}{UNMET}what came up is not what it is for: the runner is V2, not V1", 0),
+        (f"{UNMET}ApplyError: x: its source is unknown", 1),
+        (f"{UNMET}it is not part of the plan", 1),
+    ],
+)
+def test_a_patch_is_elsewhere_where_one_that_it_requires_is(run, reason, problems):
+    states = {HOST: PROVEN, OTHER: {"state": "failed", "reason": reason}}
+    said = arms.proof("host", run({HOST: "apply", OTHER: "apply"}, states))
+    assert len(said["problems"]) == problems
+    assert (OTHER in said["elsewhere"]) == (not problems)
+
+
+def test_what_an_arm_is_about_may_not_be_elsewhere(run):
+    reason = f"{UNMET}what came up is not what it is for: the runner is V2, not V1"
+    said = arms.proof("tiles", run({TILES: "apply"}, {TILES: {"state": "failed", "reason": reason}}))
+    assert TILES in said["not_in_force"] and not said["elsewhere"]
+
+
 @pytest.mark.parametrize(("more", "problem"), [({"role": "api"}, "no worker"), ({"digest": "e"}, "one plan")])
 def test_processes_must_be_there_and_of_one_plan(run, more, problem):
     problems = arms.proof("tiles", run({TILES: "apply"}, {TILES: PROVEN}, [(TILES, 1)], **more))["problems"]
@@ -170,8 +195,8 @@ def test_a_stock_of_another_wave_of_the_same_pass_serves():
 
 def test_a_divergence_is_a_near_tie_only_within_the_rounding_seen():
     stock = {"quality": {"16": [[-1.0, -2.0]]}, "greedy": [{"tokens": [1, 2], "best": [[-0.1, -3.0], [-0.70, -0.71]]}]}
-    tiles = {"quality": {"16": [[-1.01, -2.0]]}, "greedy": [{"tokens": [1, 3], "best": []}]}
-    found = judge({"stock": stock, "tiles": tiles})["tiles"]
+    kernels = {"quality": {"16": [[-1.01, -2.0]]}, "greedy": [{"tokens": [1, 3], "best": []}]}
+    found = judge({"stock": stock, "kernels": kernels})["kernels"]
     assert found["near_ties"] and found["equal_answers"] == "0 of 1" and found["largest_gap_nats"] == pytest.approx(0.01)
     stock["greedy"][0]["best"][1] = [-0.7, -1.7]
-    assert not judge({"stock": stock, "tiles": tiles})["tiles"]["near_ties"]
+    assert not judge({"stock": stock, "kernels": kernels})["kernels"]["near_ties"]

@@ -36,9 +36,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "verified_target.py").write_text(MODULE)
     file = tmp_path / "p.py"
-    file.write_text(PATCH % fingerprint.from_source(tmp_path, "verified_target", "Runner.step"))
+    text = PATCH % fingerprint.from_source(tmp_path, "verified_target", "Runner.step")
+    file.write_text(text)
 
-    def build(required: bool, facts: Facts | None = None, stacked: bool = False) -> hooks.Hooks:
+    def build(required: bool, facts: Facts | None = None, stacked: str = "", drift: bool = False) -> hooks.Hooks:
+        """stacked: the condition of a q that requires p. drift: p, whose source is not the verified one, is not applied."""
         order = {"id": "p", "kind": "code", "module": f"user_{tmp_path.name}", "file": str(file), "assumes": [], "options": {}}
         order |= {"targets": ["verified_target:Runner.step"], "accept_drift": False, "process": "worker", "runner": "V1"}
         order |= {"live": ["model_runner"], "after": [], "requires": [], "after_call": "", "required": required}
@@ -46,11 +48,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         patches = [order]
         if stacked:
             upper = tmp_path / "q.py"
-            text = file.read_text().replace('id="p"', 'id="q"').replace("10 +", "100 +")
-            text = text.replace(', facts={"serving.tensor_parallel": 1}', "")
-            upper.write_text(text.replace("condition=", "requires=('p',), after=('p',), condition="))
-            above = {"id": "q", "module": f"upper_{tmp_path.name}", "file": str(upper), "after": ["p"], "requires": ["p"]}
-            patches.append(order | above)
+            above = text.replace('id="p"', 'id="q"').replace("10 +", "100 +")
+            above = above.replace('runner="V1", facts={"serving.tensor_parallel": 1}', stacked)
+            upper.write_text(above.replace("condition=", "requires=('p',), after=('p',), condition="))
+            changes = {"id": "q", "module": f"upper_{tmp_path.name}", "file": str(upper), "after": ["p"], "requires": ["p"]}
+            patches.append(order | changes)
+        if drift:
+            file.write_text(PATCH % "another")
         armed = hooks.Hooks({"digest": "d", "runner": "V1", "patches": patches, "facts": planned.to_dict()}, None)
         armed.arm()
         __import__("verified_target")
@@ -106,13 +110,40 @@ def test_a_profiles_patch_that_is_not_in_force_is_taken_back_and_said_so(make, c
 
 def test_a_patch_whose_required_one_does_not_fit_here_is_taken_back_with_it(make):
     """Both are on one function: taken back from the top, so that the original is there again."""
-    armed = make(False, stacked=True)
+    armed = make(False, stacked='runner="V1"')
     live = worker("Runner", tensor_parallel=2)
     assert live.model_runner.step() == 111
     verify.verify_worker(armed, live)
     assert armed.failed() == ["p", "q"]
-    assert "it requires p, which is not in force" in armed.receipt.content["patches"]["q"]["reason"]
+    reason = armed.receipt.content["patches"]["q"]["reason"]
+    assert reason.startswith("it requires p, which is not in force: what came up is not what it is for: serving.tensor")
     assert live.model_runner.step() == 1
+
+
+@pytest.mark.parametrize("drift", [False, True])
+def test_a_patchs_own_conditions_are_named_before_one_that_it_requires(make, drift: bool):
+    """Whether the required one was taken back here or was never applied."""
+    armed = make(False, stacked='runner="V1", facts={"serving.lora": True}', drift=drift)
+    live = worker("Runner", tensor_parallel=2)
+    verify.verify_worker(armed, live)
+    assert armed.failed() == ["p", "q"]
+    states = armed.receipt.content["patches"]
+    assert states["q"]["reason"] == "what came up is not what it is for: serving.lora is False, not True"
+    assert ("its source is unknown" if drift else "serving.tensor_parallel is 2") in states["p"]["reason"]
+    assert live.model_runner.step() == 1
+
+
+def test_a_patch_that_fits_is_off_for_the_one_that_it_requires(make):
+    armed = make(False, stacked='runner="V1"', drift=True)
+    verify.verify_worker(armed, worker("Runner"))
+    assert armed.receipt.content["patches"]["q"]["reason"].startswith("it requires p, which is not in force: ApplyError: p")
+
+
+def test_a_named_patch_is_refused_with_its_own_condition(make):
+    with pytest.raises(hooks.Refused, match="q: not in force .*: what came up is not what it is for: serving.lora"):
+        verify.verify_worker(
+            make(True, stacked='runner="V1", facts={"serving.lora": True}'), worker("Runner", tensor_parallel=2)
+        )
 
 
 def test_conditions_are_checked_again_on_what_came_up(make):

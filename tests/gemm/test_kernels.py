@@ -50,6 +50,33 @@ for rows, n, k, tile in CASES:
             reference = gate * torch.sigmoid(gate) * up
             error = ((ys[0].double() - reference).norm() / reference.norm()).item()
             print(json.dumps({"case": f"gated {case}", "error": error, "same": torch.equal(*ys), "half": str(dtype)}))
+
+# the norm inside the product, and the norm by itself
+for rows, n, k, tile in [(1, 37, 200, Tile("rows", 4, 64)), (2, 16, 256, Tile("rows", 2, 128, stages=2)),
+                         (1, 8, 96, Tile("rows", 8, 256)), (2, 6, 130, Tile("rows", 1, 64))]:
+    for dtype in (torch.bfloat16, torch.float16):
+        x, residual = torch.randn(rows, k).to(dtype), (torch.randn(rows, k) * 3).to(dtype)
+        gamma, w = (torch.randn(k) * 0.1 + 1).to(dtype), (torch.randn(n, k + 16) * 0.1).to(dtype)[:, :k]
+        both = x.double() + residual.double()
+        norm = both * torch.rsqrt(both.pow(2).mean(-1, keepdim=True) + 1e-6) * gamma.double()
+        y, kept = kernels.add_norm(x, residual, gamma, 1e-6)
+        found = {"alone": (y, kept, norm)}
+        for gated in (False, True):
+            if gated and (n % 2 or tile.bn < 2):
+                continue
+            ys = [kernels.run_normed(tile, x, residual, gamma, 1e-6, w, gated) for _ in "ab"]
+            reference = norm @ w.double().T
+            if gated:
+                gate, up = reference.to(dtype).double().chunk(2, -1)
+                reference = gate * torch.sigmoid(gate) * up
+            found[f"gated={gated}"] = (ys[0][0], ys[0][1], reference)
+            assert torch.equal(ys[0][0], ys[1][0])
+        for name, (y, sum_, reference) in found.items():
+            error = ((y.double() - reference).norm() / reference.norm()).item()
+            # the sum is rounded once: as exact as its dtype allows
+            same = ((sum_.double() - both).abs() <= both.abs() * (2**-7 if dtype is torch.bfloat16 else 2**-10)).all().item()
+            print(json.dumps({"case": f"norm {name} {rows}x{n}x{k} {tile} {dtype}", "error": error, "same": same,
+                              "half": str(dtype)}))
 """
 
 
@@ -62,7 +89,7 @@ def results() -> list[dict]:
 
 
 def test_every_kernel_is_the_product_with_bias_strides_and_ragged_sizes(results: list[dict]) -> None:
-    assert len(results) == 56  # 34 plain, and 22 of an even N gated
+    assert len(results) == 56 + 20  # 34 plain, 22 of an even N gated; 8 norms, 12 in front of products
     for result in results:  # bf16 keeps 8 bits, and the interpreter truncates to them where a device rounds
         limit = 1e-2 if "bfloat16" in result["half"] else 1e-3
         assert result["error"] < limit, result["case"]  # NaN, from an element that was not written, fails too

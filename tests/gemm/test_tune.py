@@ -174,9 +174,48 @@ def test_only_a_dense_gated_silu_model_on_one_rank_has_an_mlp_to_tune(tmp_path: 
     assert gated_mlps(QWEN3_4B | silu | {"num_experts": 8}) == []
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | silu))
     tune.main([str(tmp_path), "--rows", "1", "--list"])
-    assert "bfloat16 1 x MLP 2560, 9728" in capsys.readouterr().out
+    assert "bfloat16 1 x mlp 2560, 9728" in capsys.readouterr().out
     tune.main([str(tmp_path), "--rows", "1", "--list", "-tp", "2"])
-    assert " MLP " not in capsys.readouterr().out
+    assert " mlp " not in capsys.readouterr().out
+
+
+def test_a_qwen3_model_has_its_norms_to_tune_too_for_one_and_two_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"hidden_act": "silu"}))
+    tune.main([str(tmp_path), "--rows", "2,4", "--list"])
+    listed = capsys.readouterr().out.splitlines()
+    assert [line for line in listed if "normed" in line] == [
+        "bfloat16 2 x normed 6144, 2560", "bfloat16 2 x normed_mlp 2560, 9728",
+    ]  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | {"hidden_act": "silu", "model_type": "llama"}))
+    tune.main([str(tmp_path), "--rows", "2", "--list"])
+    assert "normed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    ("n", "k", "gated"), [(6144, 2560, False), (19456, 2560, True), (6144, 1024, True), (1000, 999, False)]
+)
+def test_every_candidate_with_the_norm_fits_an_entry_of_the_table(rows: int, n: int, k: int, gated: bool) -> None:
+    from overlay.tune import behind_norm
+
+    found = behind_norm.candidates(rows, n, k, gated)
+    assert found and len(found) == len(set(found))
+    figures = {"us": 1.0, "apart_us": 2.0, "limit_us": 0.5}
+    for tile in found:
+        line = table.Normed("bfloat16", rows, n, k, gated, tile, None, **figures).to_line()
+        assert table._normed(json.loads(json.dumps(line)), "here").tile == tile
+
+
+def test_records_with_the_norm_become_entries_of_their_own() -> None:
+    tile = {"kernel": "rows", "bn": 4, "bk": 64}
+    common = {"kept": True, "tile": tile, "second": None, "us": 1.0, "apart_us": 2.0, "limit_us": 0.5, "error": 1e-3}
+    records = [common | {"cell": ("normed", "bfloat16", 1, 96, 64)}, common | {"cell": ("normed_mlp", "bfloat16", 1, 64, 48)},
+               common | {"cell": ("normed", "bfloat16", 2, 96, 64), "kept": False}]  # fmt: skip
+    machine = {"arch": "sm90", "name": "Chip", "sms": 1, "triton": "3.6.0", "torch": "2", "driver": "5", "date": "2026-11-30",
+               "copy_gbs": 4266}  # fmt: skip
+    made = search.to_table(records, machine, margin=0.02, note="")
+    assert list(made.normed) == [("bfloat16", 1, 96, 64)] and list(made.normed_mlps) == [("bfloat16", 1, 96, 64)]
+    assert not made.normed["bfloat16", 1, 96, 64].gated and made.normed_mlps["bfloat16", 1, 96, 64].gated
 
 
 def test_a_search_started_again_goes_on_where_it_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def device_of(index: int) -> table.Device:
 class Chooser:
     """What the tables of this process's device have for one patch, and its counts by reason and by shape.
 
-    kind: ``entries`` (products, by n and k) or ``mlps`` (by hidden and inner). settings: the patch whose options say where
-    tables are and up to how many rows they are used.
+    kind: which entries of the table: ``entries``, ``mlps``, ``normed``, ``normed_mlps``. settings: the patch whose options say
+    where tables are and up to how many rows they are used.
     """
 
     def __init__(self, patch: str, count: Counters, kind: str = "entries", settings: str = "") -> None:
@@ -124,8 +124,12 @@ class Chooser:
                 entry = self.entries[dtype, rows, n, k]
                 if self.kind == "entries":
                     kernels.warm(entry.tile, kind, rows, n, k)
-                else:
+                elif self.kind == "mlps":
                     kernels.warm_mlp(entry, kind)
+                else:
+                    kernels.warm_normed(entry.tile, kind, rows, n, k, entry.gated)
+                    if entry.second is not None:
+                        kernels.warm(entry.second, kind, rows, k, n // 2)
 
         here = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else (None, ())
         with concurrent.futures.ThreadPoolExecutor(8, initializer=here[0], initargs=here[1]) as pool:
@@ -184,6 +188,72 @@ def mlp_op(
         return x.new_empty((*x.shape[:-1], down.shape[0]))
 
     return register(name, mlp, fake)
+
+
+def normed_op(name: str, chooser: Chooser, linear: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """Register op ``vllm::name`` (x, residual, gamma, eps, weight) -> (rms_norm(x + residual) @ weight.T, x + residual).
+
+    linear(x, weight, bias) makes the product wherever the table has no entry.
+    """
+
+    def normed(
+        x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def prepare(entry: table.Normed, rows: int) -> object:
+            empty = x.new_zeros((rows, x.shape[1]))
+            return kernels.run_normed(entry.tile, empty, empty, gamma, eps, weight)
+
+        entry = chooser.find(x, (weight,), prepare)
+        if entry is None or not _contiguous(x, residual, gamma):
+            y, kept = kernels.add_norm(x.contiguous(), residual.contiguous(), gamma.contiguous(), eps)
+            return linear(y, weight, None), kept
+        return kernels.run_normed(entry.tile, x, residual, gamma, eps, weight)
+
+    def fake(
+        x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.new_empty((*x.shape[:-1], weight.shape[0])), torch.empty_like(residual)
+
+    return register(name, normed, fake)
+
+
+def normed_mlp_op(
+    name: str, chooser: Chooser, linear: Callable[..., torch.Tensor], mlp: Callable[..., torch.Tensor]
+) -> Callable[..., Any]:
+    """Register op ``vllm::name`` (x, residual, gamma, eps, gate_up, down) -> (MLP of rms_norm(x + residual), x + residual).
+
+    mlp(x, gate_up, down) makes the MLP wherever the table has no entry, linear(x, weight, bias) its second product where the
+    entry leaves it.
+    """
+
+    def normed_mlp(
+        x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def launch(entry: table.Normed, rows: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            inner, kept = kernels.run_normed(entry.tile, rows, other, gamma, eps, gate_up, gated=True)
+            second = linear(inner, down, None) if entry.second is None else kernels.run(entry.second, inner, down)
+            return second, kept
+
+        def prepare(entry: table.Normed, rows: int) -> object:
+            empty = x.new_zeros((rows, x.shape[1]))
+            return launch(entry, empty, empty)
+
+        entry = chooser.find(x, (gate_up,), prepare) if gate_up.shape[0] == 2 * down.shape[1] else None
+        if entry is None or not _contiguous(x, residual, gamma, down):
+            y, kept = kernels.add_norm(x.contiguous(), residual.contiguous(), gamma.contiguous(), eps)
+            return mlp(y, gate_up, down), kept
+        return launch(entry, x, residual)
+
+    def fake(
+        x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float, gate_up: torch.Tensor, down: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.new_empty((*x.shape[:-1], down.shape[0])), torch.empty_like(residual)
+
+    return register(name, normed_mlp, fake)
+
+
+def _contiguous(*tensors: torch.Tensor) -> bool:
+    return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def register(name: str, function: Callable[..., object], fake: Callable[..., object]) -> Callable[..., object]:

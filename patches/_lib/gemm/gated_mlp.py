@@ -52,16 +52,54 @@ def no_entry(facts: Facts) -> str | None:
     return f"no table has an MLP of {sizes[0]} and {sizes[1]} for this device. To make one: python -m overlay tune MODEL"
 
 
+def plain() -> Callable[[Any], bool]:
+    """A test of linear layers: of this rank alone, without bias, their product ``default_unquantized_gemm``."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    def test(layer: Any) -> bool:
+        method = layer.quant_method
+        return (
+            type(method) is UnquantizedLinearMethod
+            # from 0.32 on kept by the method, before it is asked for at every call
+            and getattr(method, "_gemm_impl", utils.default_unquantized_gemm) is utils.default_unquantized_gemm
+            and layer.tp_size == 1
+            and layer.bias is None
+            and layer.return_bias
+        )
+
+    return test
+
+
+def plain_mlp() -> Callable[[Any], bool]:
+    """A test of MLPs with gate_up_proj, act_fn and down_proj: vLLM's own plain layers, of one dtype."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+    layer = plain()
+
+    def test(mlp: Any) -> bool:
+        up, down = mlp.gate_up_proj, mlp.down_proj
+        return (
+            type(up) is MergedColumnParallelLinear  # not LoRA's
+            and type(down) is RowParallelLinear
+            and type(mlp.act_fn) is SiluAndMul
+            and getattr(mlp, "expert_gate", None) is None
+            and layer(up)
+            and layer(down)
+            and up.weight.dtype == down.weight.dtype
+        )
+
+    return test
+
+
 def replacement(original: Callable[..., Any], patch: str, count: Counters) -> Callable[..., Any]:
     """A ``forward(self, x)`` of an MLP with gate_up_proj, act_fn and down_proj; ``original`` where any is not plain."""
     import torch
-    from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear, UnquantizedLinearMethod
 
     from patches._lib.gemm import dispatch
 
-    dtypes = tuple(dispatch.DTYPES)
+    dtypes, fits = tuple(dispatch.DTYPES), plain_mlp()
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return torch.ops.vllm.overlay_gemm(x, weight, bias)
@@ -73,36 +111,11 @@ def replacement(original: Callable[..., Any], patch: str, count: Counters) -> Ca
 
     op = dispatch.mlp_op("overlay_gated_mlp", dispatch.Chooser(patch, count, "mlps", TILES), linear, activation)
 
-    def plain(layer: Any) -> bool:
-        """A layer of this rank alone, without bias, whose product is ``default_unquantized_gemm``."""
-        method = layer.quant_method
-        return (
-            type(method) is UnquantizedLinearMethod
-            # from 0.32 on kept by the method, before it is asked for at every call
-            and getattr(method, "_gemm_impl", utils.default_unquantized_gemm) is utils.default_unquantized_gemm
-            and layer.tp_size == 1
-            and layer.bias is None
-            and layer.return_bias
-        )
-
     def forward(self: Any, x: Any) -> Any:
-        up, down = self.gate_up_proj, self.down_proj
-        fits = (
-            type(up) is MergedColumnParallelLinear  # not LoRA's
-            and type(down) is RowParallelLinear
-            and type(self.act_fn) is SiluAndMul
-            and getattr(self, "expert_gate", None) is None
-            and plain(up)
-            and plain(down)
-            and x.is_cuda
-            and x.dtype in dtypes
-            and up.weight.dtype == x.dtype
-            and down.weight.dtype == x.dtype
-        )
-        if not fits:
+        if not (fits(self) and x.is_cuda and x.dtype in dtypes and self.gate_up_proj.weight.dtype == x.dtype):
             if not torch.compiler.is_compiling():  # traced code cannot count
                 count.refuse("not a plain MLP of one rank")
             return original(self, x)
-        return op(x, up.weight, down.weight)
+        return op(x, self.gate_up_proj.weight, self.down_proj.weight)
 
     return forward

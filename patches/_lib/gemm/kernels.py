@@ -16,6 +16,10 @@ GATED: w holds a gate's rows and then as many of an up projection, and y = silu(
 are taken in turns from the two halves, so that both partners of an element are its own. Both are rounded to y's dtype
 before the activation, as where they are stored in between.
 
+NORMED: y = rms_norm(x + residual) @ w.T. Norm and product are one sum: a program that reads x for its rows of w adds up the
+squares on the way and scales its results by them at the end, so that the norm is neither a kernel nor a pass of its own.
+One program a row of x also stores x + residual.
+
 Importing this module imports torch and Triton: the launcher must not.
 """
 
@@ -251,6 +255,81 @@ def _tiles(
 
 
 @triton.jit
+def _normed_chunk(x, residual, gamma, at, k_in, kept, first):
+    """A chunk of (x + residual) in fp32 and the same times the norm's weight; the first program keeps the sum."""
+    both = tl.load(x + at, mask=k_in, other=0.0).to(tl.float32) + tl.load(residual + at, mask=k_in, other=0.0).to(tl.float32)
+    if first:
+        tl.store(kept + at, both.to(kept.dtype.element_ty), mask=k_in)
+    return both, (both * gamma)[None, :]
+
+
+@triton.jit
+def _normed_total(acc, squares, K, eps):
+    return tl.sum(acc, 1) * tl.rsqrt(tl.sum(squares, 0) / K + eps)
+
+
+@triton.jit
+def _store_row(total, y, n, n_in, N, BN: tl.constexpr, GATED: tl.constexpr):
+    if GATED:
+        half: tl.constexpr = BN // 2
+        gate, up = tl.split(tl.reshape(total, (half, 2)))
+        out = tl.program_id(0) * half + tl.arange(0, half)
+        tl.store(y + out, _gated(gate, up, y), mask=out < N // 2)
+    else:
+        tl.store(y + n, total.to(y.dtype.element_ty), mask=n_in)
+
+
+@triton.jit
+def _normed_rows(
+    x, residual, gamma, w, y, kept, N, K, w_n, y_m, eps,
+    M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, GATED: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """x, residual, kept: [M, K] contiguous. kept is memory that nothing else reads or writes."""
+    tl.static_assert(M <= 2)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    k = tl.arange(0, BK)
+    w_at = w + _weight_rows(n, N, GATED)[:, None] * w_n + k[None, :]
+    n_in = n < N
+    first = tl.program_id(0) == 0
+    acc0, squares0 = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    if M > 1:
+        acc1, squares1 = tl.zeros((BN, BK), tl.float32), tl.zeros((BK,), tl.float32)
+    if TRIGGER:
+        tl.extra.cuda.gdc_launch_dependents()
+    for start in tl.range(0, K, BK, num_stages=STAGES):
+        at = k + start
+        k_in = at < K
+        tile = _tile(w_at, n_in, k_in, EVEN_N, EVEN_K).to(tl.float32)
+        scale = tl.load(gamma + at, mask=k_in, other=0.0).to(tl.float32)
+        both, scaled = _normed_chunk(x, residual, scale, at, k_in, kept, first)
+        squares0 += both * both
+        acc0 += tile * scaled
+        if M > 1:
+            both, scaled = _normed_chunk(x + K, residual + K, scale, at, k_in, kept + K, first)
+            squares1 += both * both
+            acc1 += tile * scaled
+        w_at += BK
+    _store_row(_normed_total(acc0, squares0, K, eps), y, n, n_in, N, BN, GATED)
+    if M > 1:
+        _store_row(_normed_total(acc1, squares1, K, eps), y + y_m, n, n_in, N, BN, GATED)
+
+
+@triton.jit
+def _add_norm(x, residual, gamma, y, kept, K, eps, BLOCK: tl.constexpr):
+    """A row a program: what vLLM's fused_add_rms_norm makes, roundings included."""
+    k = tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) * K
+    inside = k < K
+    both = tl.load(x + row + k, mask=inside, other=0.0).to(tl.float32)
+    both += tl.load(residual + row + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(kept + row + k, both.to(kept.dtype.element_ty), mask=inside)
+    normed = both * tl.rsqrt(tl.sum(both * both, 0) / K + eps)
+    normed = normed.to(y.dtype.element_ty).to(tl.float32) * tl.load(gamma + k, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + row + k, normed.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _combine(part, bias, y, N, y_m, M: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
              GATED: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -301,6 +380,55 @@ def run(
             PDL=tile.pdl, num_warps=2, **pdl,
         )  # fmt: skip
     return y
+
+
+def run_normed(
+    tile: Tile,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    eps: float,
+    w: torch.Tensor,
+    gated: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual) @ w.T, x + residual) with the block sizes of ``tile``, whose kernel is ``rows``.
+
+    x, residual: [M, K] contiguous, M 1 or 2; gamma: [K] contiguous; w: [N, K]; all of one dtype, bf16 or fp16. gated: as in
+    ``run``. Both results are new tensors.
+    """
+    rows, k = x.shape
+    n = w.shape[0]
+    y = torch.empty((rows, n // 2 if gated else n), dtype=x.dtype, device=x.device)
+    kept = torch.empty_like(residual)
+    _normed_rows[(triton.cdiv(n, tile.bn),)](
+        x, residual, gamma, w, y, kept, n, k, w.stride(0), y.stride(0), eps, **_normed_arguments(tile, rows, n, k, gated),
+    )  # fmt: skip
+    return y, kept
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) for any number of rows; tensors as in ``run_normed``."""
+    y, kept = torch.empty_like(x), torch.empty_like(residual)
+    k = x.shape[-1]
+    block = triton.next_power_of_2(k)
+    _add_norm[(x.numel() // k,)](x, residual, gamma, y, kept, k, eps, BLOCK=block, num_warps=8 if block > 2048 else 4)
+    return y, kept
+
+
+def warm_normed(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int, gated: bool) -> None:
+    """Compile what ``run_normed`` will need, without launching it."""
+    wide, arguments = n // 2 if gated else n, _normed_arguments(tile, rows, n, k, gated)
+    _normed_rows.warmup(dtype, dtype, dtype, dtype, dtype, dtype, n, k, k, wide, 1e-6, grid=(1,), **arguments)
+
+
+def _normed_arguments(tile: Tile, rows: int, n: int, k: int, gated: bool) -> dict[str, Any]:
+    return {
+        "M": rows, "BN": tile.bn, "BK": tile.bk, "STAGES": tile.stages, "EVEN_N": n % tile.bn == 0,
+        "EVEN_K": k % tile.bk == 0, "GATED": gated, "TRIGGER": tile.trigger, "num_warps": tile.warps,
+        "num_stages": max(tile.stages, 1),
+    }  # fmt: skip
 
 
 def warm(tile: Tile, dtype: torch.dtype, rows: int, n: int, k: int, gated: bool = False) -> None:

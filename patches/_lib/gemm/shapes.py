@@ -80,3 +80,13 @@ def gated_mlps(config: Mapping[str, Any]) -> list[tuple[int, int]]:
     if experts or text.get("hidden_act") != "silu" or not isinstance(hidden, int) or not isinstance(inner, int):
         return []
     return [(hidden, inner)]
+
+
+def normed(config: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """What a patch fuses with the norm in front (``normed-layer-qwen3``): ("normed", n, k) for the attention's product and
+    ("normed_mlp", hidden, inner); empty for other models.
+    """
+    if config.get("model_type") != "qwen3" or not gated_mlps(config):
+        return []
+    ((hidden, inner),) = gated_mlps(config)
+    return [("normed", products(config)[0].n, hidden), ("normed_mlp", hidden, inner)]

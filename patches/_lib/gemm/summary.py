@@ -81,9 +81,10 @@ def measured_gain(facts: Facts) -> str | None:
             continue
         if all(getattr(facts.model, name, None) == value for name, value in model["dims"].items()):
             gain = record["without_ms"] / record["with_ms"]
+            times = f"{gain:.2f}x against {record['against']}" if "against" in record else f"{gain:.2f}x"
             return (
                 f"measured on {record['device']} with {model['name']} (vLLM {record['vllm']}, {record['runner']} runner): TPOT "
-                f"{record['without_ms']:.2f} -> {record['with_ms']:.2f} ms at batch 1 ({gain:.2f}x); to use it: {FLAGS}"
+                f"{record['without_ms']:.2f} -> {record['with_ms']:.2f} ms at batch 1 ({times}); to use it: {FLAGS}"
             )
     return _products_gain(facts)
 
@@ -108,8 +109,8 @@ def _products_gain(facts: Facts) -> str | None:
 
 
 def served(path: Path = SERVED) -> list[dict[str, Any]]:
-    """The records of served measurements, TPOT at batch 1 with the other patches of the default profile in force; empty
-    where the file is missing.
+    """The records of served measurements, TPOT at batch 1 with the other patches of the default profile in force (or, where a
+    record says ``against``, all of them against that); empty where the file is missing.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))["served"]

@@ -9,7 +9,10 @@ A table is one JSON file of one chip, one entry a line::
        "us": 3.5, "original_us": 5.3, "limit_us": 2.0}],
      "mlps": [
       {"dtype": "bfloat16", "m": 1, "hidden": 1024, "inner": 3072, "first": {"kernel": "rows", ...}, "second": {...},
-       "us": 7.4, "tiles_us": 9.0, "original_us": 13.0, "limit_us": 4.4}]}
+       "us": 7.4, "tiles_us": 9.0, "original_us": 13.0, "limit_us": 4.4}],
+     "normed": [
+      {"dtype": "bfloat16", "m": 1, "n": 4096, "k": 1024, "gated": false, "tile": {...}, "second": null,
+       "us": 4.5, "apart_us": 6.1, "limit_us": 2.0}]}
 
 ``arch``, ``devices`` (the names under which the same part is sold or reported) and ``sms`` must all be this machine's,
 and ``triton`` the release that runs: a tile is as fast as it was measured only there. There is no nearest entry: a
@@ -21,13 +24,14 @@ Standard library only: the launcher reads tables too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 SHIPPED = Path(__file__).parent / "tables"
 MAX_ROWS = 16  # rows of x that the kernels take
+NORMED_ROWS = 2  # the same where the norm is part of the product
 DTYPES = ("bfloat16", "float16")
 KERNELS = ("rows", "lanes", "tiles")
 
@@ -148,6 +152,36 @@ class Mlp:
 
 
 @dataclass(frozen=True)
+class Normed:
+    """A product whose x is normalised on the way: rms_norm(x + residual) @ w.T, x is [m, k], w is [n, k].
+
+    gated: w is an MLP's merged gate and up weight, silu(first half) * second half is what comes out, and the figures are
+    of the whole MLP with ``second`` for its down product (None: whatever such a product gets). apart_us: a kernel for the
+    norm, then the fastest that the table has for the rest.
+    """
+
+    dtype: str
+    m: int
+    n: int
+    k: int
+    gated: bool
+    tile: Tile
+    second: Tile | None
+    us: float
+    apart_us: float
+    limit_us: float
+    error: float = 0.0
+
+    @property
+    def key(self) -> Key:
+        return (self.dtype, self.m, self.n, self.k)
+
+    def to_line(self) -> dict[str, Any]:
+        line = {f.name: getattr(self, f.name) for f in fields(Normed)}
+        return line | {"tile": self.tile.to_dict(), "second": self.second.to_dict() if self.second else None}
+
+
+@dataclass(frozen=True)
 class Device:
     """The machine that asks: architecture, the name it reports, its multiprocessors, the Triton release."""
 
@@ -159,7 +193,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Table:
-    """A checked table of one chip. ``entries`` and ``mlps`` by key."""
+    """A checked table of one chip: products, gated MLPs, and products with their norm, gated ones apart; by key."""
 
     path: str
     arch: str
@@ -174,6 +208,8 @@ class Table:
     note: str
     entries: Mapping[Key, Entry]
     mlps: Mapping[Key, Mlp] = field(default_factory=dict)
+    normed: Mapping[Key, Normed] = field(default_factory=dict)
+    normed_mlps: Mapping[Key, Normed] = field(default_factory=dict)
 
     def mismatch(self, device: Device) -> str | None:
         """Why this table is not for ``device``, or None. What a device does not know of itself does not match."""
@@ -214,20 +250,27 @@ def load(path: str | Path) -> Table:
             raise TableError(f"{path}: {name} is missing")
         if not isinstance(content[name], kind) or isinstance(content[name], bool):
             raise TableError(f"{path}: {name} is {content[name]!r}, of the wrong type")
-    if unknown := set(content) - set(_HEAD) - {"mlps"}:
-        raise TableError(f"{path}: unknown key {sorted(unknown)[0]!r}; expected {', '.join(_HEAD)}, mlps")
-    if not isinstance(content.get("mlps", []), list):
-        raise TableError(f"{path}: mlps is no list")
-    entries = _by_key(content["entries"], _entry, f"{path}: entry")
-    mlps = _by_key(content.get("mlps", []), _mlp, f"{path}: mlp")
+    if unknown := set(content) - set(_HEAD) - {"mlps", "normed"}:
+        raise TableError(f"{path}: unknown key {sorted(unknown)[0]!r}; expected {', '.join(_HEAD)}, mlps, normed")
+    for name in ("mlps", "normed"):
+        if not isinstance(content.get(name, []), list):
+            raise TableError(f"{path}: {name} is no list")
+    both = [_normed(line, f"{path}: normed {number}") for number, line in enumerate(content.get("normed", []), 1)]
     head = {name: content[name] for name in _HEAD if name not in ("entries", "devices")}
-    return Table(path=str(path), entries=entries, mlps=mlps, devices=tuple(content["devices"]), **head)
+    return Table(
+        path=str(path),
+        devices=tuple(content["devices"]),
+        entries=_by_key([_entry(line, f"{path}: entry {i}") for i, line in enumerate(content["entries"], 1)], f"{path}: entry"),
+        mlps=_by_key([_mlp(line, f"{path}: mlp {i}") for i, line in enumerate(content.get("mlps", []), 1)], f"{path}: mlp"),
+        normed=_by_key([entry for entry in both if not entry.gated], f"{path}: normed"),
+        normed_mlps=_by_key([entry for entry in both if entry.gated], f"{path}: normed"),
+        **head,
+    )
 
 
-def _by_key(lines: list[Any], read: Callable[[Any, str], Any], where: str) -> dict[Key, Any]:
+def _by_key(entries: list[Any], where: str) -> dict[Key, Any]:
     found: dict[Key, Any] = {}
-    for number, line in enumerate(lines, 1):
-        entry = read(line, f"{where} {number}")
+    for number, entry in enumerate(entries, 1):
         if entry.key in found:
             raise TableError(f"{where} {number}: {entry.key} is there twice")
         found[entry.key] = entry
@@ -254,7 +297,22 @@ def _mlp(line: Any, where: str) -> Mlp:
     return Mlp(first=first, second=second, **{name: line[name] for name in own if name in line})
 
 
-def _check_line(line: Any, where: str, own: tuple[str, ...], others: tuple[str, ...]) -> None:
+def _normed(line: Any, where: str) -> Normed:
+    own = ("dtype", "m", "n", "k", "gated", "error", "apart_us", "us", "limit_us")
+    _check_line(line, where, own, ("tile", "second"), than="apart_us")
+    for name in ("tile", "second"):
+        if name not in line:
+            raise TableError(f"{where}: {name} is missing")
+    tile = _tile(line["tile"], line["m"], f"{where}: tile")
+    if tile.kernel != "rows" or tile.split > 1 or tile.pdl or line["m"] > NORMED_ROWS or (line["gated"] and tile.bn < 2):
+        raise TableError(f"{where}: tile: the norm is part of kernel 'rows' alone, unsplit, for one or two rows")
+    second = None if line["second"] is None else _tile(line["second"], line["m"], f"{where}: second")
+    return Normed(tile=tile, second=second, **{name: line[name] for name in own if name in line})
+
+
+def _check_line(
+    line: Any, where: str, own: tuple[str, ...], others: tuple[str, ...], than: str = "original_us"
+) -> None:
     """The keys and the plain values of an entry; what is in ``others`` is checked by who reads it."""
     if not isinstance(line, dict):
         raise TableError(f"{where}: expected an object")
@@ -263,14 +321,15 @@ def _check_line(line: Any, where: str, own: tuple[str, ...], others: tuple[str, 
     if unknown := sorted(set(line) - {*own, *others}):
         raise TableError(f"{where}: unknown key {unknown[0]!r}")
     for name in (name for name in own if name in line):
-        kind = str if name == "dtype" else (int, float) if name.endswith("us") or name == "error" else int
+        kinds = {"dtype": str, "gated": bool}
+        kind = kinds.get(name, (int, float) if name.endswith("us") or name == "error" else int)
         _check_type(line[name], kind, f"{where}: {name}")
     if line["dtype"] not in DTYPES:
         raise TableError(f"{where}: dtype is {line['dtype']!r}, expected {' or '.join(DTYPES)}")
-    if min(line[name] for name in own if name in line and name not in ("dtype", "error")) <= 0:
+    if min(line[name] for name in own if name in line and name not in ("dtype", "gated", "error")) <= 0:
         raise TableError(f"{where}: sizes and times must be positive")
-    if line["us"] >= line["original_us"]:
-        raise TableError(f"{where}: {line['us']} us is no gain over the original's {line['original_us']} us")
+    if line["us"] >= line[than]:
+        raise TableError(f"{where}: {line['us']} us is no gain over {than.removesuffix('_us')}'s {line[than]} us")
 
 
 def _tile(line: Any, rows: int, where: str) -> Tile:
@@ -303,7 +362,8 @@ def save(table: Table, path: str | Path) -> None:
     products = sorted(table.entries.values(), key=lambda entry: (entry.dtype, entry.n, entry.k, entry.m))
     mlps = sorted(table.mlps.values(), key=lambda mlp: (mlp.dtype, mlp.hidden, mlp.inner, mlp.m))
     text = json.dumps(head, indent=1)[:-2]
-    for name, entries in (("entries", products), ("mlps", mlps)):
+    normed = sorted((*table.normed.values(), *table.normed_mlps.values()), key=lambda e: (e.gated, e.dtype, e.n, e.k, e.m))
+    for name, entries in (("entries", products), ("mlps", mlps), ("normed", normed)):
         text += f',\n "{name}": [\n  ' + ",\n  ".join(json.dumps(entry.to_line()) for entry in entries) + "\n ]"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
@@ -322,6 +382,8 @@ class Chosen:
 
     entries: Mapping[Key, Entry]
     mlps: Mapping[Key, Mlp]
+    normed: Mapping[Key, Normed]
+    normed_mlps: Mapping[Key, Normed]
     used: list[str]
     rejected: list[str]
 
@@ -330,8 +392,7 @@ def choose(device: Device, places: Iterable[Path]) -> Chosen:
     """What this machine may use. A later folder's entry takes the place of an earlier one's. A table that cannot be read
     counts as left out.
     """
-    entries: dict[Key, Entry] = {}
-    mlps: dict[Key, Mlp] = {}
+    found: dict[str, dict[Key, Any]] = {name: {} for name in ("entries", "mlps", "normed", "normed_mlps")}
     used, rejected = [], []
     for folder in places:
         if not folder.is_dir():
@@ -346,7 +407,7 @@ def choose(device: Device, places: Iterable[Path]) -> Chosen:
             if reason := table.mismatch(device):
                 rejected.append(f"{path.name}: {reason}")
                 continue
-            entries.update(table.entries)
-            mlps.update(table.mlps)
+            for name, entries in found.items():
+                entries.update(getattr(table, name))
             used.append(path.name)
-    return Chosen(entries, mlps, used, rejected)
+    return Chosen(**found, used=used, rejected=rejected)
