@@ -4,8 +4,8 @@ V1's ``Sampler.forward`` turns all logits into float32 before it takes their arg
 the bonus rows (twice: it always asks its sampler for raw logits) and for the target rows (with a clone on top). Converting
 bf16 or fp16 to float32 keeps every value, and with it order, ties and NaN, so the argmax of the original rows is the same
 token. Where nothing needs float32 or log-probabilities, one argmax over the rows as they are replaces all of it; under
-speculation its result goes to the build's own greedy kernel. For up to 64 rows on NVIDIA's devices the sampler's argmax is a
-kernel of one launch (``patches/_lib/argmax.py``).
+speculation its result goes to the build's own greedy kernel. For 2 to 64 rows on NVIDIA's devices the sampler's argmax is a
+kernel of one launch (``patches/_lib/argmax.py``); for one row PyTorch's is one launch too, and costs the host less.
 
 Two traps: the min-tokens and logit-bias processors are always present, mostly with nothing to do, so what counts is
 whether they hold an entry; and the rejection sampler calls the sampler with ``max_num_logprobs = -1`` whether or not a
@@ -133,10 +133,11 @@ def sample(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from vllm.v1.outputs import SamplerOutput
 
     count.hit()
-    tokens = _in_one_launch(logits)
+    single = logits.shape[0] == 1 and _LOW_WORD_FIRST
+    tokens = None if single else _in_one_launch(logits)
     if tokens is None:
         tokens = logits.argmax(dim=-1, keepdim=True)
-        if logits.shape[0] == 1 and _LOW_WORD_FIRST:
+        if single:
             tokens = tokens.view(torch.int32)[:, :1]  # the low word is the id: a view in place of a conversion's launch
         else:
             tokens = tokens.to(torch.int32)

@@ -144,11 +144,12 @@ def check_greedy_tokens_equal_the_originals(release: str) -> dict[str, Any]:
     import torch
 
     sampler, _ = _samplers()
-    before = counted(PATCH)
+    before, several = counted(PATCH), 0
     with device_path():
         for seed in range(40):
             rnd = random.Random(seed)
             requests = rnd.choice((1, 1, 2, 5, 8))
+            several += requests > 1
             logits = rows(rnd, requests, rnd.choice((torch.bfloat16, torch.float16)))
             kept = logits.clone()
             theirs = sampler(logits.clone(), metadata(requests))
@@ -156,8 +157,8 @@ def check_greedy_tokens_equal_the_originals(release: str) -> dict[str, Any]:
                 _same(sampler(logits, metadata(requests)), theirs)
             assert torch.equal(logits.nan_to_num(9.0), kept.nan_to_num(9.0)), "the logits were changed"
     events = spent(PATCH, before)
-    # Triton's interpreter stands in for a device: the kernel of one launch ran every time
-    assert events == {"hit": 40, "fused argmax": 40}, events
+    # Triton's interpreter stands in for a device: the kernel of one launch ran for every batch of several requests
+    assert 10 < several < 40 and events == {"hit": 40, "fused argmax": several}, events
     return events
 
 
