@@ -30,8 +30,8 @@ PATCH = Patch(
     why=(
         "On one NVIDIA H200 (bf16, one row, graph replay) norm and query-key-value product of Qwen3-4B took 11.5 us apart "
         "and 10.2 as one kernel, of Qwen3-0.6B 5.7 and 4.4; norm and MLP of Qwen3-0.6B 8.9 and 8.0. Served at batch 1 that "
-        "gave 2.83 -> 2.81 ms and 1.02 -> 0.97. Not on by default: at batch 8, where the op makes the norm by a kernel of "
-        "its own, Qwen3-4B was 5% slower."
+        "gave 2.83 -> 2.81 ms and 1.02 -> 0.97, on one boot. Not on by default: at 4 and 8 rows, where nothing is fused and "
+        "the op makes the norm by a kernel of its own, that boot was up to 5% slower, no more than boots differ by: undecided."
     ),
     remove_when="vLLM fuses the norm into the product, or gemm-tiles is gone",
     exactness=Exactness.ROUNDING,
