@@ -42,22 +42,9 @@ sys.path.insert(0, str(ROOT))
 from ab_runs.gpu import adapter, arms  # noqa: E402
 from ab_runs.gpu.boots import lines, summary  # noqa: E402
 from ab_runs.gpu.resident import Resident  # noqa: E402
+from ab_runs.gpu.scenarios import OF_MODEL, SPECULATION  # noqa: E402
 
-# What a model needs beside vLLM's defaults, by folder name.
-# qwen3.5-27b: a multimodal model without processor files, served as text only; FlashInfer's prefill kernel would be compiled
-# at run time, from sources that are not everywhere; every request holds a Mamba block of each group (51 MB), and vLLM wants
-# as many blocks as max_num_seqs.
-OF_MODEL: dict[str, dict[str, Any]] = {
-    "qwen3.5-27b": {
-        "language_model_only": True,
-        "gdn_prefill_backend": "triton",
-        "max_num_seqs": 16,
-        "max_num_batched_tokens": 4096,
-        "kv_cache_memory_bytes": 3 * 2**30,
-    },
-}
 WITH = ("spec", "lora")  # what a model's name may end with, behind a plus
-SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def child(args: argparse.Namespace) -> None:
