@@ -7,6 +7,7 @@ decide that, and so do tests.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from overlay import fingerprint
 from overlay.runtime import set_options
 from overlay.spec import REPLACE, WRAP, Patch, Target
+from overlay.versions import in_range
 
 MARK = "__overlay_patch__"
 
@@ -202,6 +204,24 @@ class Application:
                         site.target.at,
                         f"{name}.{attribute} still holds the original (imported by name before the patch)",
                     )
+
+
+def apply_entry(
+    entry: Any, version: str, options: Mapping[str, Any] | None = None, accept_drift: bool = False
+) -> Application:
+    """Put a catalogue's entry into force in this process now, outside any run: for measurements and tests.
+
+    version: the public version whose targets count. Imports the targets' modules. Raises ApplyError.
+    """
+    targets, assumes = (
+        tuple(target for target in side if not target.versions or in_range(version, target.versions))
+        for side in (entry.patch.targets, entry.patch.assumes)
+    )
+    for target in (*targets, *assumes):
+        importlib.import_module(target.module)
+    application = Application(entry.patch, sys.modules[entry.module], targets, assumes, options, accept_drift)
+    application.apply()
+    return application
 
 
 @functools.cache

@@ -11,15 +11,16 @@ ascend=$(PATH="$(dirname "$python"):$PATH" tests/testbeds/make_ascend_env.sh | t
 started=$SECONDS
 status=0
 export OMP_NUM_THREADS=1
-# Two streams on two cores: the servers and the Ascend environment go beside everything else.
+# Two streams on two cores, of about the same length: these areas and the Ascend environment go beside everything else.
+areas=(serve gemm facts)
 log=$(mktemp)
 (
     beside=0
-    "$python" -m pytest -q --durations 12 tests/serve || beside=$?
+    "$python" -m pytest -q --durations 12 "${areas[@]/#/tests/}" || beside=$?
     "$ascend" -m pytest -q --durations 5 tests/ascend || beside=$?
     exit $beside
 ) >"$log" 2>&1 &
-"$python" -m pytest -q --durations 12 --ignore tests/ascend --ignore tests/serve tests || status=$?
+"$python" -m pytest -q --durations 12 --ignore tests/ascend "${areas[@]/#/--ignore=tests/}" tests || status=$?
 wait $! || status=$?
 cat "$log"
 rm -f "$log"

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from overlay.apply import Application
+from overlay.apply import Application, apply_entry
 from overlay.catalog import load_catalog
-from overlay.spec import Target
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = Path(os.environ.get("OVERLAY_CACHE", Path.home() / ".cache" / "vllm-overlay"))
@@ -25,12 +22,6 @@ def installed_public_version() -> str:
     return vllm.__version__.partition("+")[0]
 
 
-def present(targets: tuple[Target, ...], version: str) -> tuple[Target, ...]:
-    from overlay.versions import in_range
-
-    return tuple(t for t in targets if not t.versions or in_range(version, t.versions))
-
-
 @contextmanager
 def applied(
     patch_id: str, *, version: str | None = None, accept_drift: bool = False, folders: tuple[Path, ...] = (), **options: Any
@@ -40,12 +31,7 @@ def applied(
     version: the release whose targets count (default: the installed vLLM's).
     """
     entry = load_catalog(folders)[patch_id]
-    version = version or installed_public_version()
-    targets, assumes = present(entry.patch.targets, version), present(entry.patch.assumes, version)
-    for target in (*targets, *assumes):
-        importlib.import_module(target.module)
-    application = Application(entry.patch, sys.modules[entry.module], targets, assumes, options, accept_drift)
-    application.apply()
+    application = apply_entry(entry, version or installed_public_version(), options, accept_drift)
     try:
         yield application
     finally:

@@ -66,32 +66,20 @@ class Probe:
 
     def probe_apply(self, ids: list[str], options: dict[str, dict[str, Any]]) -> dict[str, str]:
         """Put patches into force here, by their real specifications and fingerprints. Returns id -> build."""
-        import importlib
-
         import vllm
 
-        from overlay.apply import Application
+        from overlay.apply import apply_entry
         from overlay.catalog import load_catalog
         from overlay.verify import _not_live
-        from overlay.versions import in_range
 
         version = vllm.__version__.partition("+")[0]
         catalog = load_catalog()
         self._applied: list[Any] = []
         done = {}
         for name in ids:
-            entry = catalog[name]
-            patch = entry.patch
-            targets, assumes = (
-                tuple(t for t in side if not t.versions or in_range(version, t.versions))
-                for side in (patch.targets, patch.assumes)
-            )
-            for target in (*targets, *assumes):
-                importlib.import_module(target.module)
-            application = Application(patch, sys.modules[entry.module], targets, assumes, options.get(name, {}))
-            application.apply()
+            application = apply_entry(catalog[name], version, options.get(name))
             self._applied.append(application)
-            for path in patch.live:
+            for path in application.patch.live:
                 reason = _not_live(application, self, path)
                 if reason is not None:
                     raise RuntimeError(f"{name} is applied, but not in force: {reason}")

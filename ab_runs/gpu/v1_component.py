@@ -12,7 +12,6 @@ fp16 rows is compared with the one on float32 as well (ties, infinities and NaN 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 import sys
@@ -53,25 +52,13 @@ class Applied:
     def __enter__(self) -> Applied:
         import vllm
 
-        from overlay.apply import Application
+        from overlay.apply import apply_entry
         from overlay.catalog import load_catalog
-        from overlay.versions import in_range
 
-        version = vllm.__version__.partition("+")[0]
-        catalog = load_catalog()
+        version, catalog = vllm.__version__.partition("+")[0], load_catalog()
         self.applications = []
         for name in PATCHES:
-            entry = catalog[name]
-            targets, assumes = (
-                tuple(t for t in side if not t.versions or in_range(version, t.versions))
-                for side in (entry.patch.targets, entry.patch.assumes)
-            )
-            for target in (*targets, *assumes):
-                importlib.import_module(target.module)
-            module = sys.modules[entry.module]
-            application = Application(entry.patch, module, targets, assumes, self.options.get(name, {}))
-            application.apply()
-            self.applications.append(application)
+            self.applications.append(apply_entry(catalog[name], version, self.options.get(name)))
         return self
 
     def __exit__(self, *exception: object) -> None:
