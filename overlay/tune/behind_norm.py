@@ -74,22 +74,11 @@ class Chain:
             for weights in self.layers:
                 step(*weights)
 
-        once()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        return graph
+        return measure.captured(once)
 
     def time(self, graph: torch.cuda.CUDAGraph, repeats: int = 3) -> list[float]:
         """Microseconds a layer, one figure a replay."""
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) * 1000 / len(self.layers) for a, b in zip(events, events[1:], strict=False)]
+        return [us / len(self.layers) for us in measure.replays(graph, repeats)]
 
     def reference(self) -> torch.Tensor:
         """rms_norm(x + residual) in float64."""
@@ -125,7 +114,7 @@ def _measure(
 
     def rest(y: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         if not gated:
-            return mlp._product(products[0], y, weights[0])
+            return mlp.product(products[0], y, weights[0])
         return (mlp.gated(known.first, known.second) if known else mlp.apart(*products))(y, *weights)
 
     def apart(*weights: torch.Tensor) -> torch.Tensor:
@@ -134,7 +123,7 @@ def _measure(
     def normed(tile: Tile) -> Callable[..., torch.Tensor]:
         def step(*weights: torch.Tensor) -> torch.Tensor:
             y, _ = kernels.run_normed(tile, x, residual, gamma, EPS, weights[0], gated)
-            return mlp._product(second, y, weights[1]) if gated else y
+            return mlp.product(second, y, weights[1]) if gated else y
 
         return step
 

@@ -94,14 +94,7 @@ class Bench:
     def time(self, product: Product | None, m: int, n: int, k: int, spaced: bool = False, repeats: int = 3) -> list[float]:
         """Microseconds a launch, one figure a repeat (a repeat replays the whole graph once)."""
         graph, launches = self.graph(product, m, n, k, spaced)
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) * 1000 / launches for a, b in zip(events, events[1:], strict=False)]
+        return [us / launches for us in replays(graph, repeats)]
 
     def check(self, tile: Tile, m: int, n: int, k: int) -> tuple[float, float, bool]:
         """(error of the tile, error of the original, equal bits in two runs), errors as |y - ref| / |ref| in float64.
@@ -119,6 +112,27 @@ class Bench:
         size = reference.norm()
         errors = [((y.double() - reference).norm() / size).item() for y in (ys[0], original(x, w))]
         return errors[0], errors[1], torch.equal(ys[0], ys[1])
+
+
+def captured(run: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """What ``run`` launches, as a graph; it runs once before, which compiles."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph
+
+
+def replays(graph: torch.cuda.CUDAGraph, repeats: int) -> list[float]:
+    """Microseconds of each of ``repeats`` replays, behind one that is not counted."""
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    events[-1].synchronize()
+    return [a.elapsed_time(b) * 1000 for a, b in zip(events, events[1:], strict=False)]
 
 
 def copy_bandwidth(device: str = "cuda", nbytes: int = 2**32) -> float:

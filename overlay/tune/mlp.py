@@ -48,15 +48,15 @@ def activate(wide: torch.Tensor) -> torch.Tensor:
 
 def apart(first: Tile | None, second: Tile | None) -> Step:
     """Three launches; None: the platform's product."""
-    return lambda x, up, down: _product(second, activate(_product(first, x, up)), down)
+    return lambda x, up, down: product(second, activate(product(first, x, up)), down)
 
 
 def gated(first: Tile, second: Tile | None) -> Step:
     """Two launches."""
-    return lambda x, up, down: _product(second, kernels.run(first, x, up, gated=True), down)
+    return lambda x, up, down: product(second, kernels.run(first, x, up, gated=True), down)
 
 
-def _product(tile: Tile | None, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def product(tile: Tile | None, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return measure.original(x, w) if tile is None else kernels.run(tile, x, w)
 
 
@@ -121,22 +121,11 @@ class Layers:
                 if step is not None:
                     step(self.x, up, down)
 
-        once()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            once()
-        return graph
+        return measure.captured(once)
 
     def time(self, graph: torch.cuda.CUDAGraph, repeats: int = 5) -> list[float]:
         """Microseconds a layer, one figure a replay."""
-        graph.replay()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-        events[0].record()
-        for event in events[1:]:
-            graph.replay()
-            event.record()
-        events[-1].synchronize()
-        return [a.elapsed_time(b) * 500 / len(self.layers) for a, b in zip(events, events[1:], strict=False)]
+        return [us / (2 * len(self.layers)) for us in measure.replays(graph, repeats)]
 
     def best(self, tiles: list[Tile], step: Callable[[Tile], Step], failed: list[Any]) -> list[tuple[float, Tile]]:
         """The tiles that ran, the fastest first, with their times in the chain."""

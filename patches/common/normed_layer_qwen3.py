@@ -96,17 +96,14 @@ def make(original: Callable[..., Any]) -> Callable[..., Any]:
     dtypes = tuple(dispatch.DTYPES)
     plain, plain_mlp = gated_mlp.plain(), gated_mlp.plain_mlp()
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.vllm.overlay_gemm(x, weight, bias)
-
     def mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return torch.ops.vllm.overlay_gated_mlp(x, gate_up, down)
 
     def chooser(kind: str) -> Any:
         return dispatch.Chooser(PATCH.id, count, kind, gated_mlp.TILES)
 
-    normed = dispatch.normed_op("overlay_normed", chooser("normed"), linear)
-    normed_mlp = dispatch.normed_mlp_op("overlay_normed_mlp", chooser("normed_mlps"), linear, mlp)
+    normed = dispatch.normed_op("overlay_normed", chooser("normed"), gated_mlp.linear)
+    normed_mlp = dispatch.normed_mlp_op("overlay_normed_mlp", chooser("normed_mlps"), gated_mlp.linear, mlp)
 
     def plain_norm(norm: Any, x: torch.Tensor) -> bool:
         return (

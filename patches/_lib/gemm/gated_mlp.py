@@ -15,6 +15,8 @@ from patches._lib.fingerprints import by_release
 from patches._lib.gemm.summary import TILES
 
 if TYPE_CHECKING:
+    import torch
+
     from overlay.facts import Facts
     from overlay.ledger import Counters
 
@@ -50,6 +52,13 @@ def no_entry(facts: Facts) -> str | None:
     if any((hidden, inner) == sizes for _, _, hidden, inner in found):
         return None
     return f"no table has an MLP of {sizes[0]} and {sizes[1]} for this device. To make one: python -m overlay tune MODEL"
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product by gemm-tiles' op, registered where that patch is in force."""
+    import torch
+
+    return torch.ops.vllm.overlay_gemm(x, weight, bias)
 
 
 def plain() -> Callable[[Any], bool]:
@@ -100,9 +109,6 @@ def replacement(original: Callable[..., Any], patch: str, count: Counters) -> Ca
     from patches._lib.gemm import dispatch
 
     dtypes, fits = tuple(dispatch.DTYPES), plain_mlp()
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return torch.ops.vllm.overlay_gemm(x, weight, bias)
 
     def activation(x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], x.shape[-1] // 2))

@@ -74,6 +74,18 @@ def _gated(gate, up, y):
 
 
 @triton.jit
+def _store_row(total, y, n, n_in, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """Store a program's BN sums of one row, or half as many of their gated products; y points at the row."""
+    if GATED:
+        half: tl.constexpr = BN // 2
+        gate, up = tl.split(tl.reshape(total, (half, 2)))
+        out = tl.program_id(0) * half + tl.arange(0, half)
+        tl.store(y + out, _gated(gate, up, y), mask=out < N // 2)
+    else:
+        tl.store(y + n, total.to(y.dtype.element_ty), mask=n_in)
+
+
+@triton.jit
 def _finish_row(acc, m, bias, y, part, n, n_in, N, y_m, split, M: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr,
                 HAS_BIAS: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
     """Add up one row's accumulators and store the row, or its part."""
@@ -83,13 +95,7 @@ def _finish_row(acc, m, bias, y, part, n, n_in, N, y_m, split, M: tl.constexpr, 
     else:
         if HAS_BIAS:
             total += tl.load(bias + _weight_rows(n, N, GATED), mask=n_in, other=0.0).to(tl.float32)
-        if GATED:
-            half: tl.constexpr = BN // 2
-            gate, up = tl.split(tl.reshape(total, (half, 2)))
-            out = tl.program_id(0) * half + tl.arange(0, half)
-            tl.store(y + m * y_m + out, _gated(gate, up, y), mask=out < N // 2)
-        else:
-            tl.store(y + m * y_m + n, total.to(y.dtype.element_ty), mask=n_in)
+        _store_row(total, y + m * y_m, n, n_in, N, BN, GATED)
 
 
 @triton.jit
@@ -269,17 +275,6 @@ def _normed_total(acc, squares, K, eps):
 
 
 @triton.jit
-def _store_row(total, y, n, n_in, N, BN: tl.constexpr, GATED: tl.constexpr):
-    if GATED:
-        half: tl.constexpr = BN // 2
-        gate, up = tl.split(tl.reshape(total, (half, 2)))
-        out = tl.program_id(0) * half + tl.arange(0, half)
-        tl.store(y + out, _gated(gate, up, y), mask=out < N // 2)
-    else:
-        tl.store(y + n, total.to(y.dtype.element_ty), mask=n_in)
-
-
-@triton.jit
 def _normed_rows(
     x, residual, gamma, w, y, kept, N, K, w_n, y_m, eps,
     M: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
@@ -342,13 +337,7 @@ def _combine(part, bias, y, N, y_m, M: tl.constexpr, SPLIT: tl.constexpr, BLOCK:
         total += tl.load(part + (split * M + m) * N + n, mask=inside, other=0.0)
     if HAS_BIAS:
         total += tl.load(bias + _weight_rows(n, N, GATED), mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        half: tl.constexpr = BLOCK // 2
-        gate, up = tl.split(tl.reshape(total, (half, 2)))
-        out = tl.program_id(0) * half + tl.arange(0, half)
-        tl.store(y + m * y_m + out, _gated(gate, up, y), mask=out < N // 2)
-    else:
-        tl.store(y + m * y_m + n, total.to(y.dtype.element_ty), mask=inside)
+    _store_row(total, y + m * y_m, n, inside, N, BLOCK, GATED)
 
 
 def run(
