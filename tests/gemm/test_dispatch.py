@@ -7,14 +7,11 @@ imported.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gemm.interpreter import output
 
 SCRIPT = r"""
 import json, sys
@@ -76,16 +73,7 @@ print(json.dumps({"report": report, "counts": count.all()}))
 
 
 def run(tmp_path: Path, **options: object) -> dict:
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), json.dumps(options)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output(SCRIPT, str(tmp_path), json.dumps(options))[-1])
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +16,9 @@ import pytest
 from overlay.facts import Build, Facts, Hardware, Model, Serving
 from overlay.runtime import set_options
 from patches._lib.gemm import gated_mlp, table
+from tests.gemm.interpreter import output
 from tests.support import applied
 
-ROOT = Path(__file__).resolve().parents[2]
 H200 = Facts(
     build=Build(triton="3.6.0"), hardware=Hardware(platform="cuda", arch="sm90", name="NVIDIA H200", sms=132),
     model=Model(hidden_size=2560, intermediate_size=9728), serving=Serving(tensor_parallel=1),
@@ -91,11 +88,7 @@ print(json.dumps({"report": report, "counts": count.all()}))
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("tables"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output(SCRIPT, str(tmp_path_factory.mktemp("tables")))[-1])
 
 
 def test_an_entry_takes_two_launches_and_everything_else_the_three_steps(outcome: dict) -> None:

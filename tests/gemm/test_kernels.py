@@ -7,14 +7,10 @@ dtypes ran on the GPU (ab_runs/results/gemm).
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.gemm.interpreter import output
 
 SCRIPT = r"""
 import json
@@ -82,10 +78,7 @@ for rows, n, k, tile in [(1, 37, 200, Tile("rows", 4, 64)), (2, 16, 256, Tile("r
 
 @pytest.fixture(scope="module")
 def results() -> list[dict]:
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in output(SCRIPT)]
 
 
 def test_every_kernel_is_the_product_with_bias_strides_and_ragged_sizes(results: list[dict]) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,10 +15,10 @@ import pytest
 
 from patches._lib.gemm import table
 from patches.common import normed_layer_qwen3
+from tests.gemm.interpreter import output
 from tests.gemm.test_gated_mlp import H200, on_device
 from tests.support import applied
 
-ROOT = Path(__file__).resolve().parents[2]
 ID = "normed-layer-qwen3"
 
 # Kernels run in Triton's interpreter, in a process of their own; without programmatic launch, which is a device's.
@@ -96,11 +93,7 @@ print(json.dumps({"report": report, "counts": count.all()}))
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    environment = dict(os.environ, TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path_factory.mktemp("tables"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(output(SCRIPT, str(tmp_path_factory.mktemp("tables")))[-1])
 
 
 def test_an_entry_takes_the_kernel_and_everything_else_a_norm_and_the_rest(outcome: dict) -> None:
